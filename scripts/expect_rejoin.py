@@ -24,7 +24,7 @@ def shortfalls(summary: RunSummary) -> list[str]:
         where = f" (first at step {summary.differing_steps[0]})" if summary.differing_steps else ""
         found.append(f"digests of the steps: {summary.step_digests}{where}")
     if len(summary.finished_replicas) < summary.num_groups:
-        found.append(f"only replicas {summary.finished_replicas} of {summary.num_groups} finished")
+        found.append(f"only groups {summary.finished_replicas} of {summary.num_groups} finished")
     if not any(failure.rejoin_seconds is not None for failure in summary.failures):
         found.append("no group was lost and contributed again")
     return found

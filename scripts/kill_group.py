@@ -35,18 +35,18 @@ def kill_group(run_dir: Path, replica: int, at_step: int, timeout_seconds: float
     deadline = time.monotonic() + timeout_seconds
     while not has_committed(events := read_events(events_folder) if events_folder.is_dir() else [], replica, at_step):
         if time.monotonic() > deadline:
-            return f"replica {replica} did not commit step {at_step} within {timeout_seconds:g} s"
+            return f"group {replica} did not commit step {at_step} within {timeout_seconds:g} s"
         time.sleep(POLL_SECONDS)
 
     workers = [pid for pid in latest_workers(events, replica) if is_running_worker(pid)]
     if not workers:
-        return f"replica {replica} has no live worker on this host"
+        return f"group {replica} has no live worker on this host"
     log = EventLog(events_folder / f"kill-group-{os.getpid()}.jsonl")
     log.emit(FaultInjected(fault="sigkill_group", target=Target(replica), seed=None))
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     log.close()
-    print(f"kill_group.py: SIGKILL to replica {replica} (pids {', '.join(map(str, workers))})", flush=True)
+    print(f"kill_group.py: SIGKILL to group {replica} (pids {', '.join(map(str, workers))})", flush=True)
     return None
 
 

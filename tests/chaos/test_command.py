@@ -125,7 +125,7 @@ def test_one_fault_now(job: Job) -> None:
     job.commit()
     code, printed = output(job.chaos(fault="kill_group", replica=1))
     assert code == 0, printed
-    assert "chaos: kill_group at replica 1\n" in printed
+    assert "chaos: kill_group at group 1\n" in printed
     assert [job.workers[1, rank].wait(30) for rank in (0, 1)] == [-signal.SIGKILL] * 2
     assert job.state(0, 0) == "S"
     (told,) = job.told("fault_injected")
@@ -253,7 +253,7 @@ def test_an_order_waits_for_its_agent(job: Job) -> None:
     job.tell("fault_injected", replica=1, rank=0, attempt=0, target={"replica": 1, "rank": 0}, **told)
     code, printed = output(chaos)
     assert code == 0, printed
-    assert "chaos: segfault at replica 1 rank 0" in printed
+    assert "chaos: segfault at group 1 rank 0" in printed
 
 
 def test_a_folder_without_a_running_job_is_refused(job: Job, tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ MISTAKES = {
     ),
     "peer": (
         '[[rule]]\nwhen = "every"\nseconds = 1\nfaults = ["link_dead"]\nreplica = 1\nparams.link_dead.peer = 1\n',
-        "rule[0].params.link_dead.peer must be another group than the target, replica 1, got 1; leave it out for a "
+        "rule[0].params.link_dead.peer must be another group than the target, group 1, got 1; leave it out for a "
         "random one",
     ),
     "rank": (EVERY + "rank = 0\n", "rule[0].rank must be left out with kill_group, got 0; it hits a whole group"),
@@ -317,11 +317,11 @@ MISTAKES = {
     ),
     "exempt target": (
         "[limits]\nexempt = [2]\n" + EVERY + "replica = 2\n",
-        "rule[0] must keep the limits, got kill_group: replica 2 is in limits.exempt; remove it, or change the limits",
+        "rule[0] must keep the limits, got kill_group: group 2 is in limits.exempt; remove it, or change the limits",
     ),
     "exempt target of a script": (
         "[limits]\nexempt = [2]\n" + SCRIPT + 'shots = [{at = 0, fault = "kill_group", replica = 2}]\n',
-        "rule[0] must keep the limits, got kill_group: replica 2 is in limits.exempt; remove it, or change the limits",
+        "rule[0] must keep the limits, got kill_group: group 2 is in limits.exempt; remove it, or change the limits",
     ),
     "no shots": (SCRIPT, 'rule[0].shots must be set, got nothing; for example [{at = 10, fault = "kill_group"}]'),
     "empty shots": (
@@ -483,7 +483,7 @@ def test_single_may_take_down_all_but_one() -> None:
         (("kill_grup", None, None, {}), "fault must name a fault, got 'kill_grup'; did you mean kill_group? faults: "),
         (
             ("link_dead", 2, None, {"peer": 2}),
-            "params.peer must be another group than the target, replica 2, got 2; leave it out for a random one",
+            "params.peer must be another group than the target, group 2, got 2; leave it out for a random one",
         ),
         (("kill_group", 0, 0, {}), "rank must be left out with kill_group, got 0; it hits a whole group"),
         (

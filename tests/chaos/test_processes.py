@@ -38,7 +38,7 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def worker(process: subprocess.Popen[bytes], name: str = "rank 0 of replica 1") -> Worker:
+def worker(process: subprocess.Popen[bytes], name: str = "rank 0 of group 1") -> Worker:
     return Worker(name, process.pid, LocalProcesses().host, mono=time.monotonic())
 
 
@@ -87,7 +87,7 @@ def test_stop_and_continue(start: Start) -> None:
 def test_a_foreign_process_is_never_signalled(start: Start) -> None:
     """A pid that belongs to a process of something else is as good as gone."""
     process = start("another program")
-    with pytest.raises(Unreachable, match="rank 0 of replica 1 does not run any more"):
+    with pytest.raises(Unreachable, match="rank 0 of group 1 does not run any more"):
         send(worker(process), signal.SIGKILL)
     assert process.poll() is None
 
@@ -118,12 +118,12 @@ def test_a_zombie_and_a_pid_of_nobody_are_gone(start: Start) -> None:
     """Of several workers those that live are hit; when there are none it is said."""
     alive, zombie = start("titan_ft"), start("titan_ft")
     nobody = start("titan_ft")
-    gone = [worker(zombie), worker(nobody, "rank 1 of replica 1")]
+    gone = [worker(zombie), worker(nobody, "rank 1 of group 1")]
     nobody.kill()
     nobody.wait(30)
     zombie.kill()
     wait_state(zombie.pid, "Z")
-    with pytest.raises(Unreachable, match="rank 0 of replica 1, rank 1 of replica 1 do not run any more") as caught:
+    with pytest.raises(Unreachable, match="rank 0 of group 1, rank 1 of group 1 do not run any more") as caught:
         LocalProcesses().reach(gone, gone)
     assert not caught.value.final  # it may be back
     reach = LocalProcesses().reach([*gone, worker(alive)], [])

@@ -202,7 +202,7 @@ def test_what_is_told_of_a_fault(tmp_path: Path) -> None:
     assert (told["fault"], told["shot"], told["params"]) == ("stop_rank", 0, {"seconds": 5.0})
     assert isinstance(told["seed"], int)
     assert harness.processes.sent == [("SIGSTOP", [1021])]
-    assert harness.lines[-1] == "chaos: stop_rank at replica 2 rank 1"
+    assert harness.lines[-1] == "chaos: stop_rank at group 2 rank 1"
 
 
 def test_a_stopped_group_goes_on_in_time(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_an_order_goes_to_this_start_of_the_group(tmp_path: Path) -> None:
     assert not harness.runner.done
     harness.agent(order)
     assert harness.runner.done
-    assert harness.lines[-1] == "chaos: segfault at replica 3 rank 1"
+    assert harness.lines[-1] == "chaos: segfault at group 3 rank 1"
     harness.commit()
     assert harness.up() == [0, 1, 2]
     harness.now += SETTLE_SECONDS
@@ -415,7 +415,7 @@ def test_both_ends_of_a_link_are_ordered_and_disturbed(tmp_path: Path) -> None:
         harness.agent(order, params=order["params"])
     assert harness.runner.done
     assert harness.runner.outcomes.num_injected == 1
-    assert harness.lines[-1] == "chaos: link_dead at replica 2 rank 0, to replica 0"
+    assert harness.lines[-1] == "chaos: link_dead at group 2 rank 0, to group 0"
     for order, up in zip(orders, ([1, 2, 3], [0, 1, 2, 3]), strict=True):
         harness.commit()
         harness.agent(order, "fault_undone")

@@ -305,7 +305,7 @@ def test_exempt_groups_are_never_hit() -> None:
     limits = Limits(max_down=3, exempt=(0, 2))
     hit = [targets_of(aim(make_shot("kill_group", seed), make_view(4), limits))[0] for seed in range(100)]
     assert set(hit) == {1, 3}
-    assert "replica 2 is in limits.exempt" in reason_of(
+    assert "group 2 is in limits.exempt" in reason_of(
         aim(make_shot("kill_group", replica=2), make_view(4), limits), final=True
     )
     everyone = Limits(max_down=3, exempt=(0, 1, 2, 3))
@@ -381,13 +381,13 @@ def test_a_link_keeps_the_limits() -> None:
     ]
     assert reasons == [
         "it hits 2 groups at once, limits.max_down is 1",
-        "the job has no replica 7; it has 0, 1, 2, 3",
-        "replica 1 is in limits.exempt",
+        "the job has no group 7; it has 0, 1, 2, 3",
+        "group 1 is in limits.exempt",
         "all other groups are exempt",
     ]
     down = make_view(4, down=[1])
     reason = reason_of(aim(make_shot("link_dead", peer=1), down, Limits(max_down=3)), final=False)
-    assert reason == "replica 1 is not up"
+    assert reason == "group 1 is not up"
     for seed in range(20):
         assert 1 not in targets_of(aim(make_shot("link_dead", seed), down, Limits(max_down=3)))
 
@@ -429,8 +429,8 @@ def test_a_wish_for_what_does_not_exist_is_final() -> None:
         for replica, rank in ((7, None), (1, 2), (None, 2))
     ]
     assert reasons == [
-        "the job has no replica 7; it has 0, 1",
-        "replica 1 has no rank 2; it has ranks 0 to 1",
+        "the job has no group 7; it has 0, 1",
+        "group 1 has no rank 2; it has ranks 0 to 1",
         "no group has a rank 2",
     ]
 
@@ -438,7 +438,7 @@ def test_a_wish_for_what_does_not_exist_is_final() -> None:
 def test_a_wish_for_a_group_that_is_down_waits() -> None:
     """It may be back in a moment."""
     decision = aim(make_shot("kill_group", replica=1), make_view(4, down=[1]), Limits(max_down=9))
-    assert reason_of(decision, final=False) == "replica 1 is not up"
+    assert reason_of(decision, final=False) == "group 1 is not up"
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -39,7 +39,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def remote(replica: int, rank: int, step: str = "0", host: str = "node7.cluster") -> Worker:
     pid = 1000 + 10 * replica + rank
-    return Worker(f"rank {rank} of replica {replica}", pid, host, slurm={"job": "123", "step": step})
+    return Worker(f"rank {rank} of group {replica}", pid, host, slurm={"job": "123", "step": step})
 
 
 def send(workers: list[Worker], everyone: list[Worker], signum: signal.Signals = signal.SIGKILL) -> None:
@@ -106,14 +106,14 @@ def test_a_command_that_hangs_or_is_missing_becomes_a_reason(calls: Calls, tmp_p
 
 def test_what_no_host_reaches_is_refused(calls: Calls) -> None:
     """A worker elsewhere without Slurm, or with names that Slurm does not have, is never part of a command."""
-    bare = Worker("rank 0 of replica 1", 7, "node7")
+    bare = Worker("rank 0 of group 1", 7, "node7")
     for wrong in (
         bare,
-        Worker("rank 0 of replica 1", 7, "node7", slurm={"job": "--all", "step": "0"}),
-        Worker("rank 0 of replica 1", 7, "node7", slurm={"job": "123"}),
-        Worker("rank 0 of replica 1", 7, "--help", slurm={"job": "123", "step": "0"}),
+        Worker("rank 0 of group 1", 7, "node7", slurm={"job": "--all", "step": "0"}),
+        Worker("rank 0 of group 1", 7, "node7", slurm={"job": "123"}),
+        Worker("rank 0 of group 1", 7, "--help", slurm={"job": "123", "step": "0"}),
     ):
-        with pytest.raises(Unreachable, match="rank 0 of replica 1") as caught:
+        with pytest.raises(Unreachable, match="rank 0 of group 1") as caught:
             send([wrong], [wrong])
         assert caught.value.final
     assert calls() == []
@@ -126,7 +126,7 @@ def test_a_worker_of_this_host_is_signalled_directly(calls: Calls) -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        here = Worker("rank 0 of replica 1", process.pid, "login", slurm={"job": "123", "step": "0"})
+        here = Worker("rank 0 of group 1", process.pid, "login", slurm={"job": "123", "step": "0"})
         send([here], [here, remote(0, 0)])
         assert process.wait(30) == -signal.SIGKILL
         assert calls() == []

@@ -399,7 +399,7 @@ def test_reading_that_is_not_counted() -> None:
     job.commit([0, 1], batches={"0": [0, 2], "1": [0, 1]})
     found = audit(job.events)
     assert found.verdict == "does not hold"
-    assert found.conflicts == ["step 1: slot 1, batch 1: trained by replica 1, not counted"]
+    assert found.conflicts == ["step 1: slot 1, batch 1: trained by group 1, not counted"]
 
 
 def test_events_that_disagree_about_one_state() -> None:
@@ -641,7 +641,7 @@ def test_batches_of_a_round_that_a_group_left_are_void() -> None:
     commit_round(job)
     found = audit(job.events)
     assert brief(found) == ("holds", 10, 0, 0, 2)
-    assert [str(each) for each in found.void] == ["slot 1, batches 2-3: void: replica 1 left in round 2"]
+    assert [str(each) for each in found.void] == ["slot 1, batches 2-3: void: group 1 left in round 2"]
     assert found.num_cut_short == 0
     text = format_audit(found)
     assert "in 3 rounds" in text
@@ -753,8 +753,8 @@ def test_batches_of_a_group_that_died_are_in_some_fragments_only() -> None:
     job.say("heal_finished", replica=1, rank=0, attempt=0, step=5, **HEAL)
     commit_round(job)
     assert partial(job) == [
-        "slot 1, batches 4-5: partial: trained at round 3 by replica 1, in 2 of 3 fragments",
-        "slot 1, batches 6-7: partial: trained at round 4 by replica 1, in 1 of 3 fragments",
+        "slot 1, batches 4-5: partial: trained at round 3 by group 1, in 2 of 3 fragments",
+        "slot 1, batches 6-7: partial: trained at round 4 by group 1, in 1 of 3 fragments",
     ]
     found = audit(job.events)
     assert found.counts() == "22 trained once (4 of them partial), 0 lost, 0 repeated, 0 void"
@@ -762,8 +762,8 @@ def test_batches_of_a_group_that_died_are_in_some_fragments_only() -> None:
     assert "partial: trained at round 4" in format_audit(found)
 
 
-FIRST = "slot 1, batches 0-1: partial: trained at round 1 by replica 1, in 1 of 2 fragments"
-SECOND = "slot 1, batches 2-3: partial: trained at round 2 by replica 1, in 1 of 2 fragments"
+FIRST = "slot 1, batches 0-1: partial: trained at round 1 by group 1, in 1 of 2 fragments"
+SECOND = "slot 1, batches 2-3: partial: trained at round 2 by group 1, in 1 of 2 fragments"
 
 
 @pytest.mark.parametrize(("event", "fields"), [("heal_finished", HEAL), ("rolled_back", {})])
@@ -852,7 +852,7 @@ def test_a_job_that_goes_on_with_other_fragments() -> None:
     commit_round(job, pid=9)
     job.say("worker_exited", replica=1, rank=0, attempt=0, worker_pid=9, signal="SIGKILL", stopped=False)
     commit_round(job, [0], pid=9)
-    assert partial(job) == ["slot 1, batches 4-5: partial: trained at round 3 by replica 1, in 1 of 2 fragments"]
+    assert partial(job) == ["slot 1, batches 4-5: partial: trained at round 3 by group 1, in 1 of 2 fragments"]
 
 
 def test_whole_models_leave_nothing_partial() -> None:

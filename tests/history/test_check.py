@@ -74,7 +74,7 @@ def test_format_and_json(good_run: Any) -> None:
     assert len({line.index(word) for line, word in zip(lines[2:8], ["holds"] * 6, strict=True)}) == 1
     assert lines[1].startswith("- 1 same arithmetic")
     assert lines[-1].endswith("verdict: does not hold")
-    assert "replica 0, rank 0: a worker ended without a reason" in text
+    assert "group 0, rank 0: a worker ended without a reason" in text
     told = json.loads(json.dumps(report.to_dict()))
     assert told["verdict"] == "does not hold"
     assert [each["promise"] for each in told["judgements"]] == [1, 2, 3, 4, 5, 6, 7, 8, None, None]
@@ -838,4 +838,4 @@ def test_steps_that_a_group_skipped_are_told(run_builder: Callable[..., Any]) ->
     for event in run.named("step_committed", step=10, replica=1):
         event.inner_steps = 3
     (note,) = (note for note in check(run.events)[4].notes if "fewer steps" in note)
-    assert note.endswith("by a group that had not healed: replica 1 made 3 of 10 of round 10")
+    assert note.endswith("by a group that had not healed: group 1 made 3 of 10 of round 10")

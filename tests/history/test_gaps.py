@@ -134,7 +134,7 @@ def test_steps_that_one_rank_does_not_tell_of(good_run: Any) -> None:
     assert find_gaps(RunRecord(lose_commits(good_run, 2, [6], rank=1))) == []
     events = lose_commits(good_run, 2, [5, 6], rank=1)
     (gap,) = find_gaps(RunRecord(events))
-    assert gap == "replica 2, attempt 0, rank 1 tells nothing of 2 steps that other ranks of its group made"
+    assert gap == "group 2, attempt 0, rank 1 tells nothing of 2 steps that other ranks of its group made"
     assert_unknown(check(events))
 
 

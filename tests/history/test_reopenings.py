@@ -86,7 +86,7 @@ def untold(run: SyntheticRun) -> list[Event]:
 @pytest.mark.parametrize(
     ("damage", "number", "reason"),
     [
-        (wrong_batch, 1, "slot 2 at batch 6, by replica 2: it was another batch than the one that follows there"),
+        (wrong_batch, 1, "slot 2 at batch 6, by group 2: it was another batch than the one that follows there"),
         (inexact_loader, RANKS, "Mine: opened again after batch 2, it gave another batch 4"),
         (untold, RANKS, "no event tells how it was opened"),
     ],

@@ -162,7 +162,7 @@ class Job:
         target = {"lighthouse": True} if kind == "kill_lighthouse" else {"replica": replica, "rank": 0}
         known: dict[str, Any] = {"fault": kind, "target": target, "seed": 1, "shot": shot}
         if kind in DEADLY and (self._behind[replica] or len(self._members()) < 2):
-            self._log(self.time, "fault_skipped", **known, reason=f"replica {replica} is not up to date <yet>")
+            self._log(self.time, "fault_skipped", **known, reason=f"group {replica} is not up to date <yet>")
             return
         at = self.time + 0.1
         self._log(at, "fault_injected", **known, params={})

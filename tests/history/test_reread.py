@@ -51,7 +51,7 @@ def test_other_batches_are_named() -> None:
         (1, 3, 2, (4, 5)),
         (1, 8, 2, (9, 9)),
     ]
-    assert "not the batches of an uninterrupted reader (shard 3 of 4, from step 4 on, by replica 1)" in str(
+    assert "not the batches of an uninterrupted reader (shard 3 of 4, from step 4 on, by group 1)" in str(
         found.differing[0]
     )
 
@@ -101,7 +101,7 @@ def test_what_is_collected() -> None:
 @pytest.mark.parametrize(
     ("events", "reason"),
     [
-        (job(2), "nothing tells which shard of slot 1 replica 1, attempt 0, rank 0 read"),
+        (job(2), "nothing tells which shard of slot 1 group 1, attempt 0, rank 0 read"),
         (job(0, 2, seq_len=16), "attempt 0, rank 0 read with settings that are not those of the last launch"),
     ],
 )

@@ -96,7 +96,7 @@ def test_going_back_once_is_told_beside_the_verdict() -> None:
     (setback,) = rework.setbacks
     assert (setback.step, setback.reached, setback.again) == (SAVED, REACHED, (3, 4, 5))
     assert not setback.explained
-    text = "3 steps were made again: training went back from step 5 to 2 (replicas 0, 1: exit code 1)"
+    text = "3 steps were made again: training went back from step 5 to 2 (groups 0, 1: exit code 1)"
     assert rework.describe() == text
     verdicts = run.verdicts()
     work = run.work()
@@ -123,7 +123,7 @@ def test_a_step_that_is_made_three_times_breaks_a_promise() -> None:
     run = Loop().again().again(last=4)
     verdicts = run.verdicts()
     (offence,) = verdicts[4].offences
-    assert offence.text == "steps 3 to 4 were made 3 times: replicas 0, 1: exit code 1"
+    assert offence.text == "steps 3 to 4 were made 3 times: groups 0, 1: exit code 1"
     assert verdicts[4].shown_verdict == "does not hold"
     assert verdicts.headline.startswith("does not hold; 6 steps were thrown away, 5 made again: training went back 2")
 
@@ -135,7 +135,7 @@ def test_going_back_without_getting_anywhere_breaks_a_promise() -> None:
     run = run.again(last=2)
     run.end()
     texts = [text for _, text in run.rework().offences]
-    assert "training went back 3 times in a row without getting beyond step 5 (replicas 0, 1: exit code 1)" in texts
+    assert "training went back 3 times in a row without getting beyond step 5 (groups 0, 1: exit code 1)" in texts
 
 
 def test_setbacks_that_lead_on_are_no_loop() -> None:
@@ -154,7 +154,7 @@ def test_what_was_injected_or_asked_for_breaks_no_promise() -> None:
         for replica in (0, 1):
             killed.events.append(fault(killed.now + 0.4, "kill_group", replica, shot=killed.life))
         killed.again(signal="SIGKILL")
-    assert {setback.cause for setback in killed.rework().setbacks} == {"replicas 0, 1: kill_group (SIGKILL)"}
+    assert {setback.cause for setback in killed.rework().setbacks} == {"groups 0, 1: kill_group (SIGKILL)"}
     assert killed.rework().offences == ()
     resumed = Loop()
     for _ in range(4):
@@ -196,4 +196,4 @@ def test_for_json() -> None:
     assert (told["num_lost"], told["num_again"]) == (6, 6)
     assert told["text"] == run.rework().describe()
     assert len(told["offences"]) == 1
-    assert told["setbacks"][0]["cause"] == "replicas 0, 1: exit code 1"
+    assert told["setbacks"][0]["cause"] == "groups 0, 1: exit code 1"

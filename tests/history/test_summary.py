@@ -316,7 +316,7 @@ def test_text_is_short_and_aligned() -> None:
     assert "2 x 2 ranks" in text
     assert "13 attempted, 12 committed" in text
     assert "SIGKILL, survivors stalled 0.50 s, contributing again after 0.30 s" in text
-    assert "healed from replica 0: 2.0 MiB in 0.40 s" in text
+    assert "healed from group 0: 2.0 MiB in 0.40 s" in text
     lines = text.splitlines()
     column = lines[0].index("2 x 2")
     assert all(line[column - 2 : column] == "  " and line[column] != " " for line in lines)
@@ -343,7 +343,7 @@ def test_drained_group_did_not_fail() -> None:
     (drain,) = summary.drains
     assert (drain.replica, drain.attempt, drain.time, drain.in_order, summary.failures) == (1, 0, 3.2, True, [])
     assert drain.stall_seconds == pytest.approx(0.5)
-    assert "1 (replica 1, attempt 0), survivors stalled 0.50 s" in format_summary(summary)
+    assert "1 (group 1, attempt 0), survivors stalled 0.50 s" in format_summary(summary)
     crash = event("worker_exited", 3.6, 1, 1, signal="SIGSEGV")
     assert [failure.cause for failure in summarize([*events, crash]).failures] == ["SIGSEGV"]
 

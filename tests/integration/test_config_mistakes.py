@@ -167,7 +167,7 @@ def test_a_mistake_that_only_training_finds(tmp_path: Path) -> None:
     )
     assert launch.returncode == 1
     cause = "NotImplementedError: Operator aten._scaled_dot_product_flash_attention_for_cpu"
-    assert launch.stdout.count(f"replica 0 died: {cause}") == 2, launch.stdout
+    assert launch.stdout.count(f"group 0 died: {cause}") == 2, launch.stdout
     (line,) = launch.stderr.splitlines()
     assert f"all groups end with {cause}" in line
     assert "(before any step, 2 times; see " in line

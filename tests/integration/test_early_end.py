@@ -50,6 +50,6 @@ def test_a_group_that_ends_early_is_started_again(tmp_path: Path, end: str) -> N
     events = read_events(RunPaths(run).events)
     restarts = [event.reason for event in events if isinstance(event, ReplicaRestarted)]
     assert restarts == ["rank 0 ended with exit status 0 before the last step"]
-    assert "replica 0 died: exit status 0 before the last step" in done.stdout
+    assert "group 0 died: exit status 0 before the last step" in done.stdout
     assert max(event.step for event in events if isinstance(event, StepCommitted)) == 8
     assert any(isinstance(event, TrainingFinished) for event in events)

@@ -71,7 +71,7 @@ def test_run_goes_on_and_tells_all_when_there_is_room(run_on_disk: Any, small_di
     assert {event["replica"] for event in run.events("events_delayed")} >= {0, 1}
     assert not run.events("events_dropped")
     assert read_history(run.paths.events)[1] == []
-    assert "replica 1 restarting (attempt 1)" in printed
+    assert "group 1 restarting (attempt 1)" in printed
 
 
 def test_run_whose_disk_stays_full(run_on_disk: Any, small_disk: Any) -> None:
@@ -226,7 +226,7 @@ def test_group_of_which_nothing_is_known_stays_away(
         make_steps(run, 0, *range(1, 15))
         end(run, 1)
         assert supervised.wait(30.0) == 0
-    assert "replica 0 is not started again: its last events could not be written" in capfd.readouterr().err
+    assert "group 0 is not started again: its last events could not be written" in capfd.readouterr().err
     small_disk.free()
     assert is_cut(next(run.paths.events.glob(worker_files(run, 0))))
     assert not run.events("replica_restarted")

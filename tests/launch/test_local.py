@@ -63,11 +63,11 @@ def test_killed_group_is_restarted_alone(run: Any) -> None:
     assert [os.readlink(run.paths.latest_logs(replica)) for replica in (0, 1)] == ["attempt-0", "attempt-1"]
     curve = EventAccumulator(str(run.paths.job_curve)).Reload()
     assert [(point.step, point.value) for point in curve.Scalars("loss_metrics/global_avg_loss")] == [(7, 3.25)]
-    assert "replica 1 died: rank 0 was killed by SIGKILL" in lines
-    assert "replica 1 restarting (attempt 1)" in lines
+    assert "group 1 died: rank 0 was killed by SIGKILL" in lines
+    assert "group 1 restarting (attempt 1)" in lines
     assert any(line.startswith("step 7  loss 3.25000  groups ") for line in lines)  # 2/2, or 1/2 already
     assert lines[-1].startswith("all groups finished")
-    assert not any("replica 0 died" in line for line in lines)
+    assert not any("group 0 died" in line for line in lines)
     assert run.events("launch_finished")[0]["code"] == 0
     assert run.all_gone()
 
@@ -124,7 +124,7 @@ def test_a_plan_of_faults_is_carried_out(run: Any, tmp_path: Path) -> None:
         run.order(replica, "any", "any", "exit 0")
     printed, errors = launcher.communicate(timeout=20)
     assert (launcher.returncode, errors) == (0, "")
-    assert "fault: kill_group on replica 1" in printed
+    assert "fault: kill_group on group 1" in printed
     assert [(e["fault"], e["target"]) for e in run.events("fault_injected")] == [("kill_group", {"replica": 1})]
 
 
@@ -232,7 +232,7 @@ def test_killed_supervisor_fails_only_its_group(run: Any) -> None:
     run.order(1, "any", "any", "exit 0")
     _, errors = launcher.communicate(timeout=20)
     assert launcher.returncode == 1
-    assert errors.count("supervisor of replica 0 ended (SIGKILL)") == 2
+    assert errors.count("supervisor of group 0 ended (SIGKILL)") == 2
     assert "1 of 2 groups failed: 0" in errors
     assert run.all_gone()
 
@@ -289,7 +289,7 @@ def test_first_signal_drains(run: Any) -> None:
     assert (launcher.returncode, errors) == (1, "")
     assert "stopping all groups: draining for 60 s at most" in printed
     for replica in (0, 1):
-        assert f"replica {replica} left after step 12 (SIGTERM)" in printed
+        assert f"group {replica} left after step 12 (SIGTERM)" in printed
     assert run.events("launch_finished")[0]["reason"] == "stopped by a signal"
     assert run.all_gone()
 
@@ -320,7 +320,7 @@ def test_group_drained_from_outside_has_not_failed(run: Any) -> None:
     run.order(0, "any", "any", "exit 0")
     printed, errors = launcher.communicate(timeout=30)
     assert (launcher.returncode, errors) == (0, "")
-    assert "replica 1 left after step 12 (SIGTERM)" in printed
+    assert "group 1 left after step 12 (SIGTERM)" in printed
     assert "all groups finished or left (left: 1)" in printed
 
 
@@ -339,7 +339,7 @@ def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
     run.order(0, "any", "any", "exit 0")
     printed, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == 1
-    assert "replica 1: a spare takes its place (attempt 1)" in printed
+    assert "group 1: a spare takes its place (attempt 1)" in printed
     assert "1 of 2 groups failed: 1" in errors
     assert run.all_gone()
 
@@ -408,7 +408,7 @@ def test_all_groups_crash_alike(run: Any) -> None:
     code, printed, errors = crashing(run, "raise KeyError('nope')")
     assert code == 1
     log = run.paths.logs(0, 0, 0)
-    assert f"replica 0 died: KeyError: 'nope'; rank 0 ended with exit status 1; see {log}" in printed
+    assert f"group 0 died: KeyError: 'nope'; rank 0 ended with exit status 1; see {log}" in printed
     assert "all groups end with KeyError: 'nope' (before any step, 2 times; see " in errors
     # Each group twice at most: a supervisor may have started again what the launcher is about to stop.
     assert len(run.events("replica_restarted")) <= 4
@@ -423,7 +423,7 @@ def test_one_group_crashes_before_any_step(run: Any) -> None:
     """Nothing has been trained, and the others wait for it: the run is stopped."""
     code, _, errors = crashing(run, "if replica == 1: raise KeyError('nope')")
     assert code == 1
-    assert "replica 1 ends with KeyError: 'nope' (rank 0 ended with exit status 1; the same exception 3 times" in errors
+    assert "group 1 ends with KeyError: 'nope' (rank 0 ended with exit status 1; the same exception 3 times" in errors
     assert len(run.events("replica_restarted")) == 2
 
 
@@ -446,7 +446,7 @@ raise KeyError("nope")
     code, printed, errors = crashing(run, crash)
     assert (code, "1 of 2 groups failed: 1" in errors) == (1, True)
     assert "starting again does not help" not in errors
-    assert "replica 1 failed: rank 0 ended with exit status 1; the same exception 3 times in a row" in printed
+    assert "group 1 failed: rank 0 ended with exit status 1; the same exception 3 times in a row" in printed
     assert not [event for event in run.events("worker_exited") if event["replica"] == 0 and event["stopped"]]
 
 
@@ -472,6 +472,6 @@ def test_all_groups_abort(run: Any) -> None:
     code, printed, errors = crashing(run, f"import os; print({words!r}, flush=True); os.abort()")
     assert code == 1
     log = run.paths.logs(0, 0, 0)
-    assert f"replica 0 died: rank 0 was killed by SIGABRT; see {log}" in printed
+    assert f"group 0 died: rank 0 was killed by SIGABRT; see {log}" in printed
     assert "all groups end with SIGABRT (what():  [enforce fail at pair.cc] 8 vs 4) (before any step, 2 times" in errors
     assert run.all_gone()

@@ -457,7 +457,7 @@ def test_a_group_that_is_given_up_before_any_step_stops_the_run(cause: str) -> N
         log="a.log",
     )
     assert CommonEnd.observe_loss(loss, any_committed=False) == (
-        "replica 1 ends with E: a (x; the same exception 3 times in a row by any group; see a.log)"
+        "group 1 ends with E: a (x; the same exception 3 times in a row by any group; see a.log)"
     )
     assert not CommonEnd.observe_loss(loss, any_committed=True)
     out = build(ReplicaGaveUp, cause=RESTARTS, reason="no restart left")

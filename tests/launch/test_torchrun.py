@@ -40,7 +40,7 @@ def test_a_wrong_config_is_not_started_again(run: Any) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert (
-        "titan_ft: replica 3: rank 1 ended with exit status 2; the configuration is wrong (exit status 2); it is not "
+        "titan_ft: group 3: rank 1 ended with exit status 2; the configuration is wrong (exit status 2); it is not "
         "started again; ConfigError: x must be y, got z\n"
     ) in errors
     ends = {(event["rank"], event["stopped"], event.get("error")) for event in run.events("worker_exited")}
@@ -106,7 +106,7 @@ raise KeyError("again")
     (run.paths.root / "go-2").touch()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert errors.count("replica 3: the zygote ended (SIGKILL); another one is started") == 1
+    assert errors.count("group 3: the zygote ended (SIGKILL); another one is started") == 1
     told = [f"out {attempt} titan-ft 3.0 titan_ft.launch.zygote {process.pid}" for attempt in range(3)]
     assert printed("stdout").splitlines() == told
     assert [line for line in printed("stderr").splitlines() if line.startswith("err")] == ["err 0", "err 1", "err 2"]
@@ -135,7 +135,7 @@ raise KeyError("x")
     printed, errors = process.communicate(timeout=120)
     assert process.returncode == 1  # a crash loop
     assert printed.split() == ["threaded", "0", "None", "threaded", "1", "None", "threaded", "2", "None"]
-    said = errors.count("replica 3: the zygote ended (exit status 1); workers import everything themselves from now on")
+    said = errors.count("group 3: the zygote ended (exit status 1); workers import everything themselves from now on")
     assert (said, errors.count("threads were started")) == ((1, 1) if obstacle == "threads" else (0, 0))
     assert [event["standby"] for event in run.events("replica_restarted")] == [False, False]
 

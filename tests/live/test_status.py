@@ -66,15 +66,15 @@ def test_story_of_a_run() -> None:
         lines += [line] if line else []
         states.append(groups[1].state)
     assert lines == [
-        "replica 0 joined (groups 0, 1)",
-        "replica 1 joined (groups 0, 1)",
-        "replica 1 died: rank 1 was killed by SIGKILL",
-        "replica 1 restarting (attempt 1)",
-        "replica 1 joined (groups 0, 1)",
-        "replica 1 healing from replica 0 at step 2",
-        "replica 1 healed in 0.25 s",
-        "replica 0 finished at step 3",
-        "replica 1 finished at step 3",
+        "group 0 joined (groups 0, 1)",
+        "group 1 joined (groups 0, 1)",
+        "group 1 died: rank 1 was killed by SIGKILL",
+        "group 1 restarting (attempt 1)",
+        "group 1 joined (groups 0, 1)",
+        "group 1 healing from group 0 at step 2",
+        "group 1 healed in 0.25 s",
+        "group 0 finished at step 3",
+        "group 1 finished at step 3",
     ]
     assert list(dict.fromkeys(states)) == ["waiting", "starting", "joined", "training", "died", "healing", "finished"]
     assert groups[1] == status.GroupStatus(
@@ -107,7 +107,7 @@ def test_group_given_up() -> None:
     after = status.fold(groups, given_up)
     assert after[0].state == "failed"
     assert status.describe(groups, after, given_up) == (
-        "replica 0 failed: rank 0 ended with exit status 1; no restart left; /l: E: x"
+        "group 0 failed: rank 0 ended with exit status 1; no restart left; /l: E: x"
     )
     assert status.fold(after, event("worker_exited", code=1))[0].state == "failed"
 
@@ -120,44 +120,44 @@ def test_lines_of_single_events() -> None:
     cases = [
         (
             event("waiting", 1, step=7, reason="1 group(s) have a gradient, 2 needed"),
-            "replica 1 waits after step 7: 1 ",
+            "group 1 waits after step 7: 1 ",
         ),
-        (event("straggler", 1, slot=2, factor=2.25, step=7), "replica 2 is slow: 2.2 times the others' step time"),
-        (event("straggler_recovered", 1, slot=2, factor=1.0), "replica 2 is as fast as the others again"),
+        (event("straggler", 1, slot=2, factor=2.25, step=7), "group 2 is slow: 2.2 times the others' step time"),
+        (event("straggler_recovered", 1, slot=2, factor=1.0), "group 2 is as fast as the others again"),
         (
             event("rank_silent", 2, rank=0, ranks=[1, 3]),
-            "replica 2: ranks 1, 3 are silent, so that the group ends",
+            "group 2: ranks 1, 3 are silent, so that the group ends",
         ),
-        (event("hung", 2, rank=3), "replica 2 hangs: rank 3 made no progress"),
-        (event("foreign_member", 1, member="j/4", reason="another job"), "replica 1 leaves j/4 aside (another job)"),
-        (event("checkpoint_saved", 2, step=50, seconds=1.25), "replica 2 saved the checkpoint of step 50 in 1.2 s"),
+        (event("hung", 2, rank=3), "group 2 hangs: rank 3 made no progress"),
+        (event("foreign_member", 1, member="j/4", reason="another job"), "group 1 leaves j/4 aside (another job)"),
+        (event("checkpoint_saved", 2, step=50, seconds=1.25), "group 2 saved the checkpoint of step 50 in 1.2 s"),
         (
             event("saving_before_leaving", 2, step=51, seconds_left=20.0, longest_seconds=19.9),
-            "replica 2 saves the checkpoint of step 51 before it leaves",
+            "group 2 saves the checkpoint of step 51 before it leaves",
         ),
         (
             event("saving_before_leaving", 2, step=51, seconds_left=20.0, longest_seconds=30.0),
-            "replica 2 saves the checkpoint of step 51 before it leaves (20.0 s are left, and a save took 30.0 s; "
+            "group 2 saves the checkpoint of step 51 before it leaves (20.0 s are left, and a save took 30.0 s; "
             "raise fault_tolerance.drain_timeout_seconds",
         ),
-        (event("data_reset", 2, reason="no position"), "replica 2 starts its data anew (no position)"),
+        (event("data_reset", 2, reason="no position"), "group 2 starts its data anew (no position)"),
         (
             event("catch_up_waiting", 2, step=9),
-            "replica 2 lets the others wait until it has step 9",
+            "group 2 lets the others wait until it has step 9",
         ),
-        (event("drained", 2, step=9, reason="SIGTERM"), "replica 2 left after step 9 (SIGTERM)"),
-        (event("drained", 2, step=34, reason=NOT_BEGUN), "replica 2 left before it had begun to train"),
-        (event("heal_failed", 2, donor=1, error="E: gone\nmore"), "replica 2 got no state from replica 1: E: gone"),
-        (event("rolled_back", 1, step=7, lost=2), "replica 1 goes on from step 7: steps lost with their groups: 2"),
+        (event("drained", 2, step=9, reason="SIGTERM"), "group 2 left after step 9 (SIGTERM)"),
+        (event("drained", 2, step=34, reason=NOT_BEGUN), "group 2 left before it had begun to train"),
+        (event("heal_failed", 2, donor=1, error="E: gone\nmore"), "group 2 got no state from group 1: E: gone"),
+        (event("rolled_back", 1, step=7, lost=2), "group 1 goes on from step 7: steps lost with their groups: 2"),
         (
             event("checkpoint_failed", 2, step=8, error="full"),
-            "replica 2 could not save the checkpoint of step 8: full",
+            "group 2 could not save the checkpoint of step 8: full",
         ),
         (
             event("checkpoint_failed", 2, step=8, error="full", latest=5),
-            "replica 2 could not save the checkpoint of step 8: full; the latest is that of step 5",
+            "group 2 could not save the checkpoint of step 8: full; the latest is that of step 5",
         ),
-        (event("gradient_excluded", 1, step=8, slots=[0, 2]), "step 8 goes without replica 0, 2: gradient not finite"),
+        (event("gradient_excluded", 1, step=8, slots=[0, 2]), "step 8 goes without group 0, 2: gradient not finite"),
         (
             build(LighthouseRestarted, reason="the lighthouse ended", seconds=0.25),
             "the lighthouse ended; it is back at the same address after 0.25 s",
@@ -188,20 +188,20 @@ def chaos(name: str, fault: str, target: Any, **fields: Any) -> Any:
 @pytest.mark.parametrize(
     ("told", "line", "hit"),
     [
-        (chaos("fault_injected", "kill_group", {"replica": 2}), "fault: kill_group on replica 2", [2]),
-        (chaos("fault_injected", "kill_rank", {"replica": 1, "rank": 0}), "fault: kill_rank on replica 1, rank 0", [1]),
+        (chaos("fault_injected", "kill_group", {"replica": 2}), "fault: kill_group on group 2", [2]),
+        (chaos("fault_injected", "kill_rank", {"replica": 1, "rank": 0}), "fault: kill_rank on group 1, rank 0", [1]),
         (
             chaos("fault_injected", "kill_lighthouse", {"lighthouse": True}),
             "fault: kill_lighthouse on the lighthouse",
             [],
         ),
-        (chaos("fault_injected", "kill_group", {"replica": 7}), "fault: kill_group on replica 7", []),
+        (chaos("fault_injected", "kill_group", {"replica": 7}), "fault: kill_group on group 7", []),
         (
             chaos("fault_injected", "slow_rank", {"replica": 0, "rank": 1}, params={"factor": 3, "seconds": 2.5}),
-            "fault: slow_rank on replica 0, rank 1 (factor 3, seconds 2.5)",
+            "fault: slow_rank on group 0, rank 1 (factor 3, seconds 2.5)",
             [0],
         ),
-        (chaos("fault_undone", "stop_group", {"replica": 0}), "fault undone: stop_group on replica 0", []),
+        (chaos("fault_undone", "stop_group", {"replica": 0}), "fault undone: stop_group on group 0", []),
         (chaos("fault_skipped", "kill_group", None, reason="too few"), "fault skipped: kill_group (too few)", []),
     ],
 )
@@ -221,9 +221,9 @@ def test_fault_of_a_whole_group_is_told_once(fault: str) -> None:
     whole = [
         chaos("fault_injected", fault, {"replica": 2, "rank": rank}, replica=2, rank=rank, attempt=0) for rank in (1, 0)
     ]
-    assert [status.describe(groups, groups, each) for each in whole] == [None, f"fault: {fault} on replica 2"]
+    assert [status.describe(groups, groups, each) for each in whole] == [None, f"fault: {fault} on group 2"]
     single = chaos("fault_injected", "segfault", {"replica": 2, "rank": 1}, replica=2, rank=1, attempt=0)
-    assert status.describe(groups, groups, single) == "fault: segfault on replica 2, rank 1"
+    assert status.describe(groups, groups, single) == "fault: segfault on group 2, rank 1"
 
 
 def test_chaos_is_told() -> None:
@@ -307,7 +307,7 @@ def test_spare_brings_a_lost_group_back() -> None:
     groups = status.fold(status.initial(1), event("replica_gave_up", reason="no restart left"))
     took = build(SpareTookOver, replica=0, attempt=4)
     after = status.fold(groups, took)
-    assert status.describe(groups, after, took) == "replica 0: a spare takes its place (attempt 4)"
+    assert status.describe(groups, after, took) == "group 0: a spare takes its place (attempt 4)"
     after = status.fold(after, event("replica_restarted", attempt=4))
     assert (after[0].state, after[0].attempt, after[0].restarts) == ("starting", 4, 1)
 
@@ -320,11 +320,11 @@ def test_plain_view_limits_progress_lines(capsys: pytest.CaptureFixture[str]) ->
     for number in (1, 2, 3):
         run.observe(step(number))
         view.update(run)
-    view.line("replica 0 joined")
+    view.line("group 0 joined")
     printed = capsys.readouterr().out.splitlines()
     assert [line.split("] ")[1] for line in printed] == [
         "step 1  loss 2.50000  groups 2/2  restarts 0",
-        "replica 0 joined",
+        "group 0 joined",
     ]
 
 
@@ -364,9 +364,9 @@ def test_the_exception_is_told_once() -> None:
         before, groups = groups, status.fold(groups, each)
         lines.append(status.describe(before, groups, each))
     assert lines == [
-        "replica 0 died: E: x; rank 1 ended with exit status 1; see /l",
+        "group 0 died: E: x; rank 1 ended with exit status 1; see /l",
         None,
-        "replica 0 failed: no restart left",
+        "group 0 failed: no restart left",
     ]
 
 
@@ -382,14 +382,14 @@ def test_rounds_are_told_with_the_steps_of_torchtitan() -> None:
     """
     groups = status.fold(status.initial(2), event("worker_started", config=ROUNDS))
     for told, line in [
-        (event("heal_started", donor=1, from_step=3), "replica 0 healing from replica 1 at round 3 (step 30)"),
-        (event("drained", step=4, reason="SIGTERM"), "replica 0 left after round 4 (step 40) (SIGTERM)"),
-        (event("training_finished", step=10), "replica 0 finished at round 10 (step 95)"),
+        (event("heal_started", donor=1, from_step=3), "group 0 healing from group 1 at round 3 (step 30)"),
+        (event("drained", step=4, reason="SIGTERM"), "group 0 left after round 4 (step 40) (SIGTERM)"),
+        (event("training_finished", step=10), "group 0 finished at round 10 (step 95)"),
         (
             event("rolled_back", step=3, lost=1),
-            "replica 0 goes on from round 3 (step 30): rounds lost with their groups: 1",
+            "group 0 goes on from round 3 (step 30): rounds lost with their groups: 1",
         ),
-        (event("checkpoint_saved", step=40, seconds=2.0), "replica 0 saved the checkpoint of step 40 in 2.0 s"),
+        (event("checkpoint_saved", step=40, seconds=2.0), "group 0 saved the checkpoint of step 40 in 2.0 s"),
     ]:
         assert status.describe(groups, status.fold(groups, told), told) == line
     assert status.fold(groups, event("checkpoint_loaded", step=40))[0].step == 4
@@ -462,7 +462,7 @@ def test_lost_events_are_a_line() -> None:
     run = RunStatus(2)
     lost = {"error": "No space left on device", "events": 7, "kinds": {"hung": 7}, "since": 1.0, "until": 2.0}
     of_rank = build(EventsDropped, replica=1, rank=0, attempt=0, **lost)
-    assert run.observe(of_rank) == "replica 1, rank 0, lost events that it could not write: No space left on device"
+    assert run.observe(of_rank) == "group 1, rank 0, lost events that it could not write: No space left on device"
     of_launcher = build(EventsDropped, **lost)
     assert run.observe(of_launcher) == "the launcher lost events that it could not write: No space left on device"
     assert len(run.lines) == 2

@@ -199,9 +199,9 @@ def test_figures_of_the_run() -> None:
     ):
         assert figure in text
     assert lines[-4:] == [
-        "    0:32  replica 1 died: rank 0 was killed by SIGABRT",
-        "    0:33  replica 1 restarting (attempt 1)",
-        "    0:34  replica 1 healing from replica 3 at step 30",
+        "    0:32  group 1 died: rank 0 was killed by SIGABRT",
+        "    0:33  group 1 restarting (attempt 1)",
+        "    0:34  group 1 healing from group 3 at step 30",
         "    0:35  the lighthouse ended (SIGKILL); it is back at the same address after 0.50 s",
     ]
 
@@ -211,7 +211,7 @@ def test_row_of_a_group() -> None:
     run = story(replicas=3)
     run.observe(step(31, 0, 36.0, seconds=3.25, compute_seconds=3.0))
     head, *rows = shown(run, width=160, now=41.0)[5:9]
-    columns = "replica state step own loss own s x others restarts donor attempt host last fault"
+    columns = "group state step own loss own s x others restarts donor attempt host last fault"
     assert head.split() == columns.split()
     assert rows[0].split() == ["0", "training", "31", "-22.0000", "3.000", "4.00", "0", "-", "0", "node00", "-"]
     fault = ["-0:10", "abort_process_group"]
@@ -232,7 +232,7 @@ def test_full_terminal_of_the_usual_size() -> None:
     """At 80x24 the head, all of four groups, the worst host and what happened are there."""
     lines = shown(story(), 80, 24, now=36.0)
     assert lines[0].startswith("titan-ft top  /runs/a")
-    table = next(number for number, line in enumerate(lines) if line.startswith("replica"))
+    table = next(number for number, line in enumerate(lines) if line.startswith("group"))
     assert [line.split()[0] for line in lines[table + 1 : table + 5]] == ["0", "1", "2", "3"]
     assert len(lines) <= 24
     happened = [line for _, line in story().lines]
@@ -254,7 +254,7 @@ def test_narrow_terminal_keeps_what_matters() -> None:
     wide, narrow = (next(line for line in shown(story(), width) if "state" in line) for width in (160, 52))
     assert "host" in wide
     assert "host" not in narrow
-    assert [name for name in ("replica", "state", "step", "restarts", "last fault") if name not in narrow] == []
+    assert [name for name in ("group", "state", "step", "restarts", "last fault") if name not in narrow] == []
     row = next(line for line in shown(story(), 52, now=41.0) if "healing" in line)
     assert "-0:10 abort" in row
 
@@ -345,13 +345,13 @@ def test_going_back_is_announced() -> None:
         run.observe(step(6, 0, attempt=1, lineage="0b")),
     ]
     assert told == [
-        "replica 0 goes on from the checkpoint of step 4",
+        "group 0 goes on from the checkpoint of step 4",
         "training went back to step 4: steps 5 to 8 are made again",
         None,
         None,
     ]
     assert [text for _, text in run.lines][-2:] == told[:2]
-    assert run.observe(event("started_anew", 0, attempt=1)).startswith("replica 0 starts anew from step 0")
+    assert run.observe(event("started_anew", 0, attempt=1)).startswith("group 0 starts anew from step 0")
 
 
 def test_launcher_shows_what_top_shows() -> None:
@@ -359,7 +359,7 @@ def test_launcher_shows_what_top_shows() -> None:
     run, console = story(), Console(width=100, height=1000, file=io.StringIO(), color_system=None)
     lines = console.render_lines(frame(run, "", 36.0, Screen(100, 24), history=False), pad=False)
     text = ["".join(segment.text for segment in line).rstrip() for line in lines]
-    assert text == [line for line in shown(run, 100, 24, now=36.0)[1:] if "  replica 1 " not in line][: len(text)]
+    assert text == [line for line in shown(run, 100, 24, now=36.0)[1:] if "  group 1 " not in line][: len(text)]
     assert any("tokens/s" in line for line in text)
     assert not any("died" in line for line in text)
     crowded = console.render_lines(frame(story(40), "", 36.0, Screen(100, 12), history=False), pad=False)

@@ -86,7 +86,7 @@ def test_it_waits_for_the_groups_own_step(tmp_path: Path, start: Callable[[str],
     write(tmp_path, started(1, 0, worker), committed(0, 9), committed(1, 8))
     result = kill_group(tmp_path, "--replica", "1", "--at-step", "9", "--timeout-seconds", "0.5")
     assert result.returncode == 1
-    assert "replica 1 did not commit step 9 within 0.5 s" in result.stderr
+    assert "group 1 did not commit step 9 within 0.5 s" in result.stderr
     assert worker.poll() is None
 
 
@@ -95,5 +95,5 @@ def test_a_group_without_a_live_worker_is_named(tmp_path: Path) -> None:
     write(tmp_path, committed(1, 3))
     result = kill_group(tmp_path, "--replica", "1")
     assert result.returncode == 1
-    assert "replica 1 has no live worker on this host" in result.stderr
+    assert "group 1 has no live worker on this host" in result.stderr
     assert not [event for event in read_events(tmp_path / "events") if isinstance(event, FaultInjected)]

@@ -57,7 +57,7 @@ def test_a_config_that_has_changed_is_not_blamed_on_the_data(run_dir: Path) -> N
     (run_dir / "config.toml").write_text(CONFIG.replace("seq_len = 32", "seq_len = 64"))
     found = Reread()
     assert _prepare(event_then, run_dir, found) is None
-    assert found.unknown == ["the config has changed since replica 1, attempt 0 read its data"]
+    assert found.unknown == ["the config has changed since group 1, attempt 0 read its data"]
 
 
 def test_a_shard_is_read_by_its_own_number(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

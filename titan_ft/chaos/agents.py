@@ -127,7 +127,7 @@ class Agents:
         for disturbance in pending.disturbances.values():  # both ends of a link, though only one has announced it
             disturbance.begin(event.time, event.step)
         peer = (event.params or {}).get("peer")
-        self._outcomes.hit(aimed.shot.fault, target, "" if peer is None else f", to replica {peer:g}")
+        self._outcomes.hit(aimed.shot.fault, target, "" if peer is None else f", to group {peer:g}")
         self._outcomes.count(True)
 
     def give_up(self) -> None:

@@ -210,5 +210,5 @@ def check_target(fault: Fault, replica: int | None, rank: int | None, params: Ma
     if rank is not None and fault.scope != "rank":
         raise ConfigError(f"rank must be left out with {fault.name}, got {rank}; it hits a whole group")
     if replica is not None and params.get("peer") == replica:
-        rule = f"must be another group than the target, replica {replica}"
+        rule = f"must be another group than the target, group {replica}"
         raise ConfigError(f"{at}.peer {rule}, got {replica}; leave it out for a random one")

@@ -162,7 +162,7 @@ class Job:
             group.attempt, group.workers = attempt, {}
             group.dead, group.contributes, group.left_out_of = False, False, -1
             self._finished.discard(group.replica)
-        name = f"rank {rank} of replica {group.replica}"
+        name = f"rank {rank} of group {group.replica}"
         group.workers[rank] = Worker(name, event.pid, event.host, event.mono, event.slurm)
         self._num_ranks = max(self._num_ranks, rank + 1)
         if event.config is not None:

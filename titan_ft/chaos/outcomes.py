@@ -77,4 +77,4 @@ class Outcomes:
 def _at(fault: str, target: Target) -> str:
     if target.replica is None:
         return fault
-    return f"{fault} at replica {target.replica}" + ("" if target.rank is None else f" rank {target.rank}")
+    return f"{fault} at group {target.replica}" + ("" if target.rank is None else f" rank {target.rank}")

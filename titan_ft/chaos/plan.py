@@ -36,7 +36,7 @@ class Limits(Struct, frozen=True):
         if fault.extra_down and self.exempt:
             return "the job itself chooses the donor, which could be a group in limits.exempt"
         exempt = next((group for group in (replica, params.get("peer")) if group in self.exempt), None)
-        return None if exempt is None else f"replica {exempt:g} is in limits.exempt"
+        return None if exempt is None else f"group {exempt:g} is in limits.exempt"
 
 
 class ListedFault(Struct, frozen=True):

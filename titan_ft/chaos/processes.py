@@ -36,7 +36,7 @@ class Worker:
     """One process that a fault may hit, as its event tells."""
 
     name: str
-    """What to call it in a message, such as "rank 0 of replica 1"."""
+    """What to call it in a message, such as "rank 0 of group 1"."""
     pid: int
     host: str
     """Empty where it is not known, which was so in older histories: then it is this one."""

@@ -151,14 +151,14 @@ def _impossible(shot: Shot, fault: Fault, view: View, limits: Limits) -> Iterato
     if shot.replica is not None:
         group = view.groups.get(shot.replica)
         if group is None:
-            yield f"the job has no replica {shot.replica}; it has {', '.join(map(str, sorted(view.groups)))}"
+            yield f"the job has no group {shot.replica}; it has {', '.join(map(str, sorted(view.groups)))}"
         elif shot.rank is not None and shot.rank >= group.num_ranks:
-            yield f"replica {shot.replica} has no rank {shot.rank}; it has ranks 0 to {group.num_ranks - 1}"
+            yield f"group {shot.replica} has no rank {shot.rank}; it has ranks 0 to {group.num_ranks - 1}"
     elif shot.rank is not None and all(shot.rank >= group.num_ranks for group in view.groups.values()):
         yield f"no group has a rank {shot.rank}"
     peer = shot.params.get("peer")
     if peer is not None and peer not in view.groups:
-        yield f"the job has no replica {peer:g}; it has {', '.join(map(str, sorted(view.groups)))}"
+        yield f"the job has no group {peer:g}; it has {', '.join(map(str, sorted(view.groups)))}"
 
 
 def _too_early(shot: Shot, fault: Fault, view: View, limits: Limits) -> Iterator[str]:
@@ -173,7 +173,7 @@ def _too_early(shot: Shot, fault: Fault, view: View, limits: Limits) -> Iterator
         yield f"{num_down + num_hit} groups would be down or under a fault, limits.max_down is {limits.max_down}"
     for named in (shot.replica, shot.params.get("peer")):
         if named is not None and not view.groups[int(named)].up:
-            yield f"replica {named:g} is not up"
+            yield f"group {named:g} is not up"
     if len(_choose(shot, fault, view, limits)) < num_targets:
         yield "no group is up that may be a target"
 

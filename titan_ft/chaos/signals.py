@@ -131,7 +131,7 @@ class Signals:
             return self._processes.reach(workers, workers)
         workers = self._job.workers(target)
         if not workers:
-            raise Unreachable(f"no worker of replica {target.replica} has said where it runs")
+            raise Unreachable(f"no worker of group {target.replica} has said where it runs")
         return self._processes.reach(workers, self._job.everyone())
 
     def _hit(self, aimed: Injection, target: Target, reach: Reach) -> bool:

@@ -247,7 +247,7 @@ def _count_broken_off(record: RunRecord, found: Audit) -> None:
     for event in record.of(Drained):
         for each in event.void or ():
             number = event.step + 1
-            detail = f"void: replica {event.replica} left in {record.unit.noun} {number}"
+            detail = f"void: group {event.replica} left in {record.unit.noun} {number}"
             finding = Finding(each.slot, each.first_batch, each.num_batches, (number,), detail)
             # Each rank of a group tells them; those that drain_timeout_seconds has ended may be a step apart.
             key = event.replica, event.attempt, each.slot, each.first_batch
@@ -280,9 +280,7 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
         state = part.state
         # A group that died behind its exchange tells no more what it had read: its own slot's, then.
         read = state.read.get(part.group) or _batches_of({part.group: state.batches.get(part.group, (0, 0))})
-        detail = (
-            f"partial: trained at {noun} {state.step} by replica {part.group}, in {part.has} of {part.of} fragments"
-        )
+        detail = f"partial: trained at {noun} {state.step} by group {part.group}, in {part.has} of {part.of} fragments"
         found.partial += [Finding(*batches, (state.step,), detail) for batches in _ranges(read)]
     if not whole:
         step, parent = chain[0].step, chain[0].parent
@@ -335,7 +333,7 @@ def _compare_readings(state: State, found: Audit) -> None:
     counted = _batches_of(state.batches)
     for replica, read in sorted(state.read.items()):
         for slot, first, count in _ranges(read - counted):
-            wrong = Finding(slot, first, count, (state.step,), f"trained by replica {replica}, not counted")
+            wrong = Finding(slot, first, count, (state.step,), f"trained by group {replica}, not counted")
             found.conflicts.append(f"{found.unit.noun} {state.step}: {wrong}")
     readers = Counter(batch for read in state.read.values() for batch in read)
     for slot, first, count in _ranges({batch for batch, times in readers.items() if times > 1}):

@@ -44,7 +44,7 @@ class ProcessHistory:
 
     @property
     def name(self) -> str:
-        return f"replica {self.replica}, attempt {self.attempt}, rank {self.rank}"
+        return f"group {self.replica}, attempt {self.attempt}, rank {self.rank}"
 
     @property
     def config(self) -> ev.WorkerConfig | None:

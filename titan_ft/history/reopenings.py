@@ -50,7 +50,7 @@ def find_reopenings(record: RunRecord) -> Reopenings:
     opened = [event for event in record.of(DataOpened) if event.first_batch > 0]
     reasons: list[str] = []
     for event in opened:
-        where = f"slot {event.slot} at batch {event.first_batch}, by replica {event.replica}"
+        where = f"slot {event.slot} at batch {event.first_batch}, by group {event.replica}"
         if event.exact is False:
             reasons.append(f"{where}: it was another batch than the one that follows there")
         elif doubt:

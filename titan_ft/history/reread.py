@@ -217,6 +217,6 @@ def _findings(shard: Shard, wrong: list[Trained]) -> Iterator[Finding]:
         number = last.first_batch + last.num_batches - first.first_batch
         detail = (
             f"not the batches of an uninterrupted reader (shard {shard.number} of {shard.of}, from step {first.step} "
-            f"on, by replica {first.replica})"
+            f"on, by group {first.replica})"
         )
         yield Finding(first.slot, first.first_batch, number, (min(steps), max(steps)), detail)

@@ -216,4 +216,4 @@ def _find_offences(setbacks: Iterable[Setback], noun: str) -> Iterator[tuple[Set
 
 
 def _groups(replicas: Sequence[int]) -> str:
-    return ("replica " if len(replicas) == 1 else "replicas ") + ", ".join(map(str, replicas))
+    return ("group " if len(replicas) == 1 else "groups ") + ", ".join(map(str, replicas))

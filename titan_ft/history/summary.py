@@ -279,7 +279,7 @@ def describe_sent(summary: RunSummary) -> str:
 
 
 def _name(end: Failure | Drain) -> str:
-    return f"replica {end.replica}, attempt {end.attempt}"
+    return f"group {end.replica}, attempt {end.attempt}"
 
 
 def _describe(failure: Failure) -> str:
@@ -291,7 +291,7 @@ def _describe(failure: Failure) -> str:
         parts.append(f"contributing again after {_seconds(failure.rejoin_seconds)}")
     if failure.heal is not None:
         heal = failure.heal
-        parts.append(f"healed from replica {heal.donor}: {heal.num_bytes / 2**20:.1f} MiB in {_seconds(heal.seconds)}")
+        parts.append(f"healed from group {heal.donor}: {heal.num_bytes / 2**20:.1f} MiB in {_seconds(heal.seconds)}")
         if heal.replayed:
             parts.append(f"{count(heal.replayed, 'update')} replayed")
     return ", ".join(parts)

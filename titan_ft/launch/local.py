@@ -206,7 +206,7 @@ class LocalRun:
 
     def _start_supervisor(self, replica: int, takeover: str = "") -> Child:
         """Start a group: as a fork of the zygote where there is one, else as a process that imports everything."""
-        name, log = f"supervisor of replica {replica}", self.plan.paths.supervisor_log(replica)
+        name, log = f"supervisor of group {replica}", self.plan.paths.supervisor_log(replica)
         args = self.plan.supervisor_args(replica, self._lighthouse.address, takeover)
         if self._zygote is not None:
             with open_log(log, "ab") as output:

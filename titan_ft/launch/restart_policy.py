@@ -347,7 +347,7 @@ class CommonEnd:
         """
         if any_committed or event.cause not in (CRASH_LOOP, NETWORK):
             return ""
-        return f"replica {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"
+        return f"group {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"
 
 
 def _describe_cause(event: WorkerExited) -> str:

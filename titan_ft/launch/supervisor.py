@@ -277,7 +277,7 @@ class Supervisor:
         told.drained = told.drained or any(map(has_left, error_files))
         if told.is_cut and not told.drained and not self._job_is_over():
             why = "its last events could not be written, and it may have finished"
-            print(f"replica {self.spec.replica} is not started again: {why}", file=sys.stderr, flush=True)
+            print(f"group {self.spec.replica} is not started again: {why}", file=sys.stderr, flush=True)
         return told.drained and not self._job_is_over()
 
     def _job_is_over(self, seconds: float = 0.0) -> bool:
@@ -303,7 +303,7 @@ class Supervisor:
                 error=line,
             )
         )
-        print(f"replica {self.spec.replica}: {reason}; {log}: {line}", file=sys.stderr, flush=True)
+        print(f"group {self.spec.replica}: {reason}; {log}: {line}", file=sys.stderr, flush=True)
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -378,7 +378,7 @@ def choose_starter(spec: GroupSpec) -> Starter:
     os.environ.update(usual_env())  # what is read when a library is loaded must be there before
     obstacle = preload(spec.module, spec.args)
     if obstacle:
-        print(f"replica {spec.replica}: {obstacle}: its workers are new processes", file=sys.stderr, flush=True)
+        print(f"group {spec.replica}: {obstacle}: its workers are new processes", file=sys.stderr, flush=True)
     return PlainStarter() if obstacle else ForkStarter()
 
 

@@ -169,7 +169,7 @@ class GroupAgent(LocalElasticAgent):
         return dict(super()._start_workers(worker_group))
 
     def _say(self, text: str) -> None:
-        print(f"titan_ft: replica {self._replica}: {text}", file=sys.stderr, flush=True)
+        print(f"titan_ft: group {self._replica}: {text}", file=sys.stderr, flush=True)
 
     def _serve_metrics(self) -> None:
         """Serve the group's figures from now on, if that is asked for; training goes on without where it fails."""
@@ -180,7 +180,7 @@ class GroupAgent(LocalElasticAgent):
             self._metrics = GroupMetrics(place, self._paths, self._replica)
             self._say(f"metrics at {self._metrics.url}")
         except ConfigError as error:
-            print(f"titan_ft: replica {self._replica} serves no metrics: {error}", file=sys.stderr, flush=True)
+            print(f"titan_ft: group {self._replica} serves no metrics: {error}", file=sys.stderr, flush=True)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         retry_waiting()

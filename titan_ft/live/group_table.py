@@ -36,7 +36,7 @@ COLORS = {
 }
 # Heading, and how much it matters: the least important columns go first where the width does not do for all.
 _COLUMNS = {
-    "replica": 11,
+    "group": 11,
     "state": 10,
     "step": 9,
     "own loss": 4,
@@ -88,7 +88,7 @@ def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str
     step = None if group.step is None else group.unit.step_after(group.step)
     fault = f"-{clock(now - group.fault_time)} {group.fault}" if group.fault else "-"  # the age is never cut off
     return {
-        "replica": str(group.replica),
+        "group": str(group.replica),
         "state": group.state,
         "step": number(step),
         "own loss": number(own_loss, ".4f"),

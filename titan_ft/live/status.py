@@ -142,7 +142,7 @@ def _own_seconds(commit: ev.StepCommitted) -> float | None:
     return (commit.compute_seconds + commit.apply_seconds) / steps if steps else None
 
 
-# The line that an event becomes. `replica N` stands before those of a group itself, of which rank 0's count.
+# The line that an event becomes. `group N` stands before those of a group itself, of which rank 0's count.
 _LINES: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.LighthouseRestarted: lambda e, u: f"{e.reason}; it is back at the same address after {e.seconds:.2f} s",
     ev.ChaosStarted: lambda e, u: f"chaos begins: {e.plan}, seed {e.seed}: {e.schedule}",
@@ -151,16 +151,16 @@ _LINES: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.FaultUndone: lambda e, u: f"fault undone: {_fault(e)}",
     ev.FaultSkipped: lambda e, u: f"fault skipped: {_fault(e)}{_because(e.reason)}",
     ev.EventsDropped: lambda e, u: f"{_writer(e)} lost events that it could not write: {e.error}",
-    ev.Straggler: lambda e, u: f"replica {e.slot} is slow: {e.factor:.1f} times the others' step time",
-    ev.StragglerRecovered: lambda e, u: f"replica {e.slot} is as fast as the others again",
+    ev.Straggler: lambda e, u: f"group {e.slot} is slow: {e.factor:.1f} times the others' step time",
+    ev.StragglerRecovered: lambda e, u: f"group {e.slot} is as fast as the others again",
     ev.GradientExcluded: lambda e, u: (
-        f"{u.name(e.step)} goes without replica {_listed(e.slots)}: gradient not finite; the batch is trained again"
+        f"{u.name(e.step)} goes without group {_listed(e.slots)}: gradient not finite; the batch is trained again"
     ),
 }
 _LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
-    ev.HealStarted: lambda e, u: f"healing from replica {e.donor} at {u.name(e.from_step)}",
+    ev.HealStarted: lambda e, u: f"healing from group {e.donor} at {u.name(e.from_step)}",
     ev.HealFinished: lambda e, u: f"healed in {e.seconds:.2f} s",
-    ev.HealFailed: lambda e, u: f"got no state from replica {e.donor}: {_first_line(e.error)}",
+    ev.HealFailed: lambda e, u: f"got no state from group {e.donor}: {_first_line(e.error)}",
     ev.RolledBack: lambda e, u: f"goes on from {u.name(e.step)}: {u.noun}s lost with their groups: {e.lost}",
     ev.CheckpointFailed: lambda e, u: (
         f"could not save the checkpoint of step {e.step}: {_first_line(e.error)}{_latest_checkpoint(e.latest)}"
@@ -220,7 +220,7 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
     replica = event.replica
     if replica is None or replica not in after:
         return None
-    name, new = f"replica {replica}", after[replica]
+    name, new = f"group {replica}", after[replica]
     match event:
         case ev.WorkerExited() if new.state == DIED and before[replica].state != DIED and not event.stopped:
             # The exception first: `top` cuts its lines at the terminal's width.
@@ -267,20 +267,20 @@ def _hits_groups(event: ev.FaultEvent) -> bool:
 
 
 def _fault(event: ev.FaultEvent) -> str:
-    """Return a fault with its target: "kill_rank on replica 2, rank 1"."""
+    """Return a fault with its target: "kill_rank on group 2, rank 1"."""
     target = event.target
     if target is None:
         return event.fault
     if target.lighthouse:
         return f"{event.fault} on the lighthouse"
     rank = None if _hits_groups(event) else target.rank
-    return f"{event.fault} on replica {target.replica}" + (f", rank {rank}" if rank is not None else "")
+    return f"{event.fault} on group {target.replica}" + (f", rank {rank}" if rank is not None else "")
 
 
 def _writer(event: ev.LogEvent) -> str:
     """Return who wrote an event about its own file."""
     rank = "" if event.rank is None else f", rank {event.rank},"
-    return "the launcher" if event.replica is None else f"replica {event.replica}{rank}"
+    return "the launcher" if event.replica is None else f"group {event.replica}{rank}"
 
 
 def _params(event: ev.FaultInjected) -> str:

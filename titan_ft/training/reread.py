@@ -73,7 +73,7 @@ def _prepare(started: WorkerStarted, run_dir: Path, result: Reread) -> Callable[
     if digest_config(job_config) != started.config_digest:
         # With another sequence length, for example, the data would be blamed for other batches.
         result.unknown.append(
-            f"the config has changed since replica {started.replica}, attempt {started.attempt} read its data"
+            f"the config has changed since group {started.replica}, attempt {started.attempt} read its data"
         )
         return None
     if job_config.training.global_batch_size > 0:  # counts all groups; a worker's loader was built for its own

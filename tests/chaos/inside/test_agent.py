@@ -417,7 +417,7 @@ def test_a_dead_link(worker: Worker, tmp_path: Path) -> None:
 def test_a_link_to_nobody_is_left_alone(worker: Worker) -> None:
     """A group without an agent cannot be told from the others."""
     worker.order("link_dead", rank=None, params={"seconds": 1.0, "peer": 1})
-    assert worker.wait("fault_skipped")["reason"] == "no worker of replica 1 has told where it is"
+    assert worker.wait("fault_skipped")["reason"] == "no worker of group 1 has told where it is"
 
 
 def test_what_has_no_occasion_is_given_up(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,9 +191,9 @@ def test_a_peer_on_another_host_is_told_by_its_address(tmp_path: Path) -> None:
 
 def test_what_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
     """A group that nobody has heard of, and two groups at one address of another host."""
-    assert Link(tmp_path, B).obstacle() == "no worker of replica 1 has told where it is"
+    assert Link(tmp_path, B).obstacle() == "no worker of group 1 has told where it is"
     here = Location.own(A, 0, "10.0.0.1", os.getppid())
     afar = replace(here, replica=B, host="another", address="10.0.0.2")
     for worker in (here, afar, replace(afar, replica=C)):
         worker.publish(tmp_path)
-    assert Link(tmp_path, B).obstacle() == "replica 1 shares 10.0.0.2 with replica 2, which is not here"
+    assert Link(tmp_path, B).obstacle() == "group 1 shares 10.0.0.2 with group 2, which is not here"

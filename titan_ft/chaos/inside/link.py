@@ -70,11 +70,11 @@ class Link:
         """Return why the group's connections cannot be told from others', or nothing."""
         workers = read_locations(self._folder)
         if not any(worker.replica == self._peer for worker in workers):
-            return f"no worker of replica {self._peer} has told where it is"
+            return f"no worker of group {self._peer} has told where it is"
         afar = self._afar(workers)
         for worker in workers:
             if worker.replica != self._peer and worker.address in afar and worker.host != this_host("net", "pid"):
-                return f"replica {self._peer} shares {worker.address} with replica {worker.replica}, which is not here"
+                return f"group {self._peer} shares {worker.address} with group {worker.replica}, which is not here"
         return ""
 
     def choose(self, connections: Collection[Connection]) -> set[int]:

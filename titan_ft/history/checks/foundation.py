@@ -98,7 +98,7 @@ def _unseen_by_rank(record: RunRecord) -> list[str]:
         for rank, own in ranks.items():
             missing = len(together - own)
             if missing > 1:
-                who = f"replica {replica}, attempt {attempt}, rank {rank}"
+                who = f"group {replica}, attempt {attempt}, rank {rank}"
                 found.append(f"{who} tells nothing of {record.unit.count(missing)} that other ranks of its group made")
     return found
 
@@ -106,7 +106,7 @@ def _unseen_by_rank(record: RunRecord) -> list[str]:
 def object_to_absence(record: RunRecord, found: Judgement, text: str, event: Event | None = None) -> None:
     """Object to what no event tells of. Where events are missing it may have been among them, and is unknown."""
     if find_gaps(record):
-        where = "" if event is None or event.replica is None else f"replica {event.replica}: "
+        where = "" if event is None or event.replica is None else f"group {event.replica}: "
         found.unknown.append(f"{where}{text}, unless an event that is missing says so")
     else:
         found.object_to(text, event)

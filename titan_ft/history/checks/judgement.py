@@ -34,7 +34,7 @@ class Offence:
     def describe(self, start: float, noun: str = "step") -> str:
         """Return it in words: when (seconds since `start`), where, what; `noun` is what `step` counts."""
         where = [] if self.time is None else [f"{self.time - start:.2f} s"]
-        places = (("replica", self.replica), ("rank", self.rank), (noun, self.step))
+        places = (("group", self.replica), ("rank", self.rank), (noun, self.step))
         where += [f"{name} {value}" for name, value in places if value is not None]
         return f"{', '.join(where)}: {self.text}" if where else self.text
 

@@ -104,7 +104,7 @@ def _skipped_steps(process: ProcessHistory, record: RunRecord) -> Iterator[str]:
         elif isinstance(event, StepCommitted):
             length = record.unit.step_after(event.step) - record.unit.step_after(event.step - 1)
             if holds and event.inner_steps is not None and event.inner_steps < length:
-                yield f"replica {event.replica} made {event.inner_steps} of {length} of round {event.step}"
+                yield f"group {event.replica} made {event.inner_steps} of {length} of round {event.step}"
             holds = True
 
 
