@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train under a fault each 15 s of a random kind, then judge the run and report on it. Needs only Python 3.11 and pip.
+# Train under a fault each 15 s of a random kind, then judge the run and report on it. Needs only Python (3.11 to 3.13) and pip.
 usage='usage: campaign.sh [options] [-- torchtitan flags]
   --minutes M     length of the run, from its first step          (20)
   --seed N        what all that is random follows from            (drawn, and printed)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two groups train the Llama 3 debug model on real text; one is killed, comes back, heals from its peer, and finishes.
-# Needs only Python 3.11 and pip. Arguments are torchtitan flags: bash scripts/quickstart.sh --training.steps=60
+# Needs only Python (3.11 to 3.13) and pip. Arguments are torchtitan flags: bash scripts/quickstart.sh --training.steps=60
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Make .venv with everything installed, and set TITAN_FT_PYTHON to its interpreter. Source it, or run it by itself.
-# Quick when nothing has changed. Python 3.11 is looked for as $PYTHON, python3.11, python3.
+# Quick when nothing has changed. Python 3.11, 3.12 or 3.13 is looked for as $PYTHON, python3.11, python3.12, python3.13,
+# python3. An existing .venv keeps its Python; remove it to change that.
 # An environment of your own (a cluster's module, a container): set TITAN_FT_PYTHON, and nothing is installed.
 
 titan_ft_setup() {
-    local root python candidate stamp version
+    local root python candidate stamp supported
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return 1
     if [[ -n ${TITAN_FT_PYTHON:-} ]]; then
         command -v "$TITAN_FT_PYTHON" >/dev/null || {
@@ -14,16 +15,16 @@ titan_ft_setup() {
         return 0
     fi
 
-    version='import sys; sys.exit(sys.version_info[:2] != (3, 11))'
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3; do
-        if "$candidate" -c "$version" 2>/dev/null; then
+    supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3; do
+        if "$candidate" -c "$supported" 2>/dev/null; then
             python=$candidate
             break
         fi
     done
     if [[ -z ${python:-} ]]; then
-        echo "setup_env.sh: Python 3.11 is needed, and none of ${PYTHON:+$PYTHON, }python3.11, python3 is one;" \
-            "install it, or set PYTHON to its path" >&2
+        echo "setup_env.sh: Python 3.11, 3.12 or 3.13 is needed, and none of ${PYTHON:+$PYTHON, }python3.11, python3.12," \
+            "python3.13, python3 is one; install one, or set PYTHON to its path" >&2
         return 2
     fi
 
@@ -34,7 +35,8 @@ titan_ft_setup() {
         if [[ ! -x $root/.venv/bin/python ]]; then
             "$python" -m venv "$root/.venv" || {
                 rm -rf "$root/.venv"
-                echo "setup_env.sh: '$python -m venv' failed; on Debian and Ubuntu it needs the package python3.11-venv" >&2
+                echo "setup_env.sh: '$python -m venv' failed; on Debian and Ubuntu it needs the" \
+                    "package ${python##*/}-venv" >&2
                 return 1
             }
         fi

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -234,7 +235,7 @@ def test_the_gpu_check_refuses_what_it_cannot_do(arguments: tuple[str, ...], tol
 
 
 def test_the_set_up_names_the_python_it_needs(tmp_path: Path) -> None:
-    """Without a Python 3.11 there is one clear line."""
+    """Without a Python from 3.11 to 3.13 there is one clear line."""
     for tool in ("dirname", "cat"):
         (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
     old = tmp_path / "python3"
@@ -242,7 +243,29 @@ def test_the_set_up_names_the_python_it_needs(tmp_path: Path) -> None:
     old.chmod(0o755)
     result = run("setup_env.sh", path=str(tmp_path), PYTHON="/opt/py39/bin/python")
     assert result.returncode == 2
-    assert "Python 3.11 is needed, and none of /opt/py39/bin/python, python3.11, python3 is one" in result.stderr
+    assert "Python 3.11, 3.12 or 3.13 is needed, and none of /opt/py39/bin/python, python3.11," in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_set_up_takes_a_later_python(tmp_path: Path) -> None:
+    """Where python3.11 and python3.12 do not work, python3.13 makes the environment."""
+    root, tools, calls = tmp_path / "root", tmp_path / "tools", tmp_path / "calls"
+    (root / "scripts").mkdir(parents=True)
+    tools.mkdir()
+    for name in ("scripts/setup_env.sh", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, root / name)
+    for name, status in (("python3.11", 1), ("python3.12", 1), ("python3.13", 0), ("python3", 1)):
+        (tools / name).write_text(
+            f"""#!/bin/bash
+echo "{name} $1 $2" >>{calls}
+if [[ $2 == venv ]]; then mkdir -p "$3/bin" && ln -s "$0" "$3/bin/python"; fi
+exit {status}
+"""
+        )
+        (tools / name).chmod(0o755)
+    environment = {"PATH": f"{tools}:/usr/bin:/bin"}
+    subprocess.run(["/bin/bash", str(root / "scripts" / "setup_env.sh")], env=environment, check=True)
+    assert "python3.13 -m venv" in calls.read_text().splitlines()
 
 
 def test_the_set_up_leaves_an_environment_of_the_users_alone() -> None:

@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from titan_ft import __version__, device
 
@@ -31,4 +30,4 @@ def test_setup_tells_model_data_machine_and_versions() -> None:
     assert setup.device == device.name()
     assert setup.num_cpus >= 1
     assert setup.versions.keys() == {"titan_ft", "torchtitan", "torchft", "torch", "python"}
-    assert (setup.versions["titan_ft"], setup.versions["torch"]) == (__version__, torch.__version__)
+    assert (setup.versions["titan_ft"], setup.versions["torch"]) == (__version__, metadata.version("torch"))
