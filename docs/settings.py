@@ -14,8 +14,13 @@ from pathlib import Path
 CONFIG = Path(__file__).resolve().parents[1] / "titan_ft" / "config.py"
 HEAD = """# Settings
 
-The `[fault_tolerance]` table of a run's TOML; on the command line `--fault_tolerance.NAME=VALUE`. What is wrong is
-refused with one line that names field, rule, value and remedy; `titan-ft config CONFIG.toml` shows what holds.
+The `[fault_tolerance]` table of a run's TOML; on the command line `--fault_tolerance.NAME=VALUE`. Most runs touch the
+six settings of the first table only. A wrong value is refused with one line that names field, rule, value and remedy.
+`titan-ft config CONFIG.toml` prints the values that a run would have.
+
+torchtitan's own table has 13 of these fields: `enable`, `group_size`, `min_replica_size`, `process_group`,
+`process_group_timeout_ms`, `replica_id`, `semi_sync_method` and six more for semi-synchronous training. They keep name,
+default and meaning.
 
 This page is printed from `titan_ft/config.py`.
 """
@@ -35,20 +40,17 @@ def markdown() -> str:
         if not isinstance(node, ast.AnnAssign):
             continue
         if (above := lines[node.lineno - 3].removeprefix("    # ")) in headings:
-            parts.append(f"\n## {_heading(above)}\n\n| field | type | default | meaning |\n| --- | --- | --- | --- |")
+            parts.append(f"\n## {above.rstrip('.')}\n\n| field | type | default | meaning |\n| --- | --- | --- | --- |")
         name = ast.unparse(node.target)
         match meaning:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 form, default = _cell(ast.unparse(node.annotation)), _cell(_default(node))
-                parts.append(f"| `{name}` | {form} | `{default}` | {_cell(' '.join(text.split()))} |")
+                parts.append(
+                    f'| <a id="{name}"></a>`{name}` | {form} | `{default}` | {_cell(" ".join(text.split()))} |'
+                )
             case _:
                 raise ValueError(f"{name} needs a docstring that says what it means")
     return "\n".join(parts) + "\n"
-
-
-def _heading(comment: str) -> str:
-    text = comment.removeprefix("Ours: ").rstrip(".")
-    return text[0].upper() + text[1:]
 
 
 def _default(node: ast.AnnAssign) -> str:

@@ -64,100 +64,99 @@ def unwritable(name: str, folder: Path, error: OSError) -> ConfigError:
 
 @dataclass
 class FaultTolerance:
-    # The fields of torchtitan.config.job_config.FaultTolerance: same names, defaults and meaning.
+    # Start here.
 
     enable: bool = False
-    """Train as one replica group of several that average their gradients. False is exactly stock torchtitan."""
+    """Train as one replica group of several that average their gradients. False is exactly stock
+    torchtitan."""
+
+    group_size: int = 0
+    """Number of replica groups of the run when all are present. The data is cut for that many, so
+    it stays the same for the whole run. 0 means not set, which is refused when `enable` is true;
+    `titan-ft launch --replicas` sets it."""
+
+    min_replica_size: int = 1
+    """Fewest groups that may commit a step together; with fewer, training waits. 1 <=
+    min_replica_size <= group_size. Raise it if an update from a small part of the batch is worse
+    than waiting."""
 
     process_group: str = "gloo"
     """Backend of the exchange between groups: "gloo" (CPU or GPU) or "nccl" (GPU)."""
 
+    batch_policy: str = "shrink"
+    """What happens to the data of absent groups. With "shrink" it waits for them, and the global
+    batch is smaller meanwhile. With "constant" the present groups read it too, in extra
+    microbatches: the global batch holds, and a step takes longer."""
+
+    lr_policy: str = "none"
+    """How the LR of an update follows the share of the global batch in that update: "none", "sqrt"
+    (LR times the square root of the share, as FT-HSDP does) or "linear". With batch_policy =
+    "constant" the share is nearly always 1."""
+
+    # The exchange of gradients.
+
     process_group_timeout_ms: int = 10000
-    """Milliseconds that one operation between groups (with `nccl`: all that is left of an exchange when a rank comes to
-    wait for it) may take before the exchange counts as failed; > 0. With `gloo` a link has to carry 4 MiB in that
-    time: 3.4 Mbit/s with the default."""
+    """Milliseconds that one operation between groups may take before the exchange counts as failed;
+    > 0. With `nccl` the time counts from the moment at which a rank waits for the whole rest of an
+    exchange. With `gloo` a link has to carry 4 MiB in that time: raise it for links below 3.4
+    Mbit/s."""
+
+    exchange_dtype: str = "float32"
+    """Type of the gradients between groups: "float32", or "bfloat16", which halves the bytes, the
+    memory of the buckets and that of the updates that a joiner queues. Set "bfloat16" if the
+    network between groups limits the speed. Each group's gradients are rounded to bfloat16 and
+    added up in fp32. The sum is rounded once more, and is the same bytes in all groups. Its error
+    is less than 1/127 of the sum of its terms' magnitudes. What a mixture of experts counts is
+    exact. Not with `should_quantize`."""
+
+    bucket_size_mb: float = 25.0
+    """Mebibytes of gradients that one all-reduce between groups carries; > 0. A larger single
+    gradient gets a bucket of its own."""
+
+    max_exchange_retries: int = 10
+    """Consecutive failed exchanges of one step after which the group with the highest slot gives up
+    and restarts. After as many more the next one gives up, but never the lowest. 0 never gives up.
+    A link that is known to be dead does not count: the groups that all reach each other continue
+    without the others."""
+
+    digest_every: int = 50
+    """Steps between two comparisons of parameters, optimizer state and LR across the groups. Lower
+    it to find damage sooner; each comparison reads all of that once. 0 compares only when a joiner
+    asks for the state: then all groups that hold it compare, so that no corrupt one serves. With
+    `semi_sync_method` the groups compare what they agree on, after the round in which such a step
+    falls and at the end of each round before its changes are used."""
+
+    # Membership.
 
     replica_id: int = 0
-    """Which replica group this process belongs to: 0 <= replica_id < group_size. It is also the group's data slot."""
-
-    group_size: int = 0
-    """Number of replica groups of the run when all are present; data is cut for that many. 0 means not set, which is
-    refused when `enable` is true."""
-
-    min_replica_size: int = 1
-    """Fewest groups that may commit a step together; with fewer, training waits. 1 <= min_replica_size <= group_size.
-    """
-
-    semi_sync_method: str | None = None
-    """Exchange only once in `sync_steps` steps, which make a round, and let each group train by itself meanwhile: with
-    "local_sgd" all go on from the mean of their parameters, with "diloco" an outer optimizer makes the update from the
-    mean of their changes. None exchanges gradients at each step. A method wants batch_policy = "shrink", lr_policy =
-    "none" and catch_up = "replay"."""
-
-    # The fields of torchtitan.components.ft.config.job_config.FaultTolerance, all for semi-sync methods only.
-
-    sync_steps: int = 5
-    """Steps of each group from one exchange of a parameter to the next ("H" of DiLoCo); >= 1, and a multiple of the
-    number of fragments. Only used with `semi_sync_method`."""
-
-    should_quantize: bool = False
-    """Let changes travel in 8 bits: each block of 256 has a scale of its own, and what rounding leaves of a group's
-    change is added to its next one. Every group gets what every other one sends: each of G sends G/8 of the bytes that
-    it sends in fp32, so that it pays for fewer than 8. Only used with `semi_sync_method = "diloco"`."""
-
-    fragment_sync_delay: int = 0
-    """Steps that a group makes while the exchange of a fragment is under way, before it uses what comes of it ("tau" of
-    Streaming DiLoCo); 0 <= fragment_sync_delay < sync_steps / number of fragments. 0 waits for it. Only used with
-    `semi_sync_method = "diloco"`."""
-
-    fragment_update_alpha: float = 0.0
-    """Share of a group's own parameters in those that it goes on with behind an exchange ("alpha" of Streaming DiLoCo),
-    the rest is the global ones'; 0 <= fragment_update_alpha < 1. Only used with `semi_sync_method = "diloco"`."""
-
-    module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list)
-    """Fully qualified names of the modules of each fragment, as [["tok_embeddings", "layers.0"], ["layers.1", ...]];
-    each trained parameter belongs to one. Empty lets `num_fragments` decide. Only used with `semi_sync_method =
-    "diloco"`."""
-
-    num_fragments: int = 1
-    """Number of fragments that the model is cut into, by whole blocks and about equal bytes ("P" of Streaming DiLoCo,
-    arXiv 2501.18512); >= 1. One is exchanged every sync_steps / num_fragments steps, in turn. Only used with
-    `semi_sync_method = "diloco"`."""
-
-    # Ours: rounds, and the outer optimizer of DiLoCo (arXiv 2311.08105), SGD over them.
-
-    sync_deadline_seconds: float = 0.0
-    """Seconds of its own steps after which a group asks for the exchange, though it has steps of the round left: it
-    trains on until the others are there too, and counts with the tokens that it has trained; >= 0. So slower groups do
-    not hold the others up. 0 makes all steps. Only used with `semi_sync_method`."""
-
-    outer_lr: float = 0.7
-    """LR of the outer optimizer; > 0. 0.7 is DiLoCo's; its scaling laws (arXiv 2503.09799) find 0.4 to 0.8 best,
-    depending on the number of groups. Only used with `semi_sync_method = "diloco"`."""
-
-    outer_momentum: float = 0.9
-    """Momentum of the outer optimizer; 0 <= outer_momentum < 1. 0 keeps none, and saves its memory. Only used with
-    `semi_sync_method = "diloco"`."""
-
-    outer_nesterov: bool = True
-    """Use Nesterov's momentum in the outer optimizer, as DiLoCo does. It changes nothing where outer_momentum is 0.
-    Only used with `semi_sync_method = "diloco"`."""
-
-    # Ours: membership.
+    """Slot of the replica group that this process belongs to: 0 <= replica_id < group_size. The
+    slot names the group's part of the data. `titan-ft launch` and `titan-ft group` set it."""
 
     job_id: str = ""
-    """Name of the job, without spaces and slashes. Of two jobs that meet at one lighthouse the later one ends, and the
-    other leaves it aside. A job goes on from its latest save after it began at `checkpoint.load_step`; under another
-    name it begins there again. `titan-ft launch` gives each run a name of its own; an array of Slurm has one."""
+    """Name of the job, without spaces and slashes. Of two jobs that meet at one lighthouse the
+    later one ends, and the earlier one ignores it. A job continues from its latest save, even with
+    `checkpoint.load_step`; under another name it begins at `load_step` again. `titan-ft launch`
+    gives each run a name of its own; a Slurm array has one."""
 
     lighthouse: str = ""
-    """Address of the lighthouse, http://host:port; or file:PATH, with the absolute path of the file in which a
-    lighthouse with --announce says where it is, so that it may move. Empty takes the environment variable
-    TORCHFT_LIGHTHOUSE."""
+    """Address of the lighthouse: http://HOST:PORT, or file:PATH with the absolute path of the file
+    that a lighthouse with --announce writes, so that the lighthouse may move. Empty takes the
+    environment variable TORCHFT_LIGHTHOUSE."""
+
+    start_timeout_seconds: float = 300.0
+    """Seconds that the first step waits for `group_size` groups before it continues with the
+    present ones, if they are at least `min_replica_size`; > 0. Raise it if a queue starts the
+    groups at very different times. The step waits longer for a group that heartbeats but has not
+    joined: that group may be in a long step, and hold the job's state."""
+
+    finish_timeout_seconds: float = 60.0
+    """Seconds that groups which finished the last step wait for a missing group before they leave;
+    > 0. They wait longer for a group that heartbeats."""
 
     quorum_timeout_seconds: float = 60.0
-    """Seconds without a quorum after which it is looked whether the lighthouse is there, and it is named as unreachable
-    if it is not; > 0. A lighthouse that is there may let the groups wait for each other for longer."""
+    """Seconds without a quorum after which a group checks whether the lighthouse answers, and
+    reports it as unreachable if not; > 0. A lighthouse that answers may let the groups wait for
+    each other longer."""
 
     vote_timeout_seconds: float = 60.0
     """Seconds that the ranks of a group wait for each other in the vote on a step; > 0."""
@@ -165,138 +164,167 @@ class FaultTolerance:
     connect_timeout_seconds: float = 10.0
     """Seconds that opening a connection to the lighthouse or to another group may take; > 0."""
 
-    start_timeout_seconds: float = 300.0
-    """Seconds that the first step waits for `group_size` groups before it goes on with those present, if they are at
-    least `min_replica_size`; > 0. A group that heartbeats and is not among them is waited for for longer: it may be in
-    the midst of a long step, and hold the job's state."""
-
-    finish_timeout_seconds: float = 60.0
-    """Seconds that groups which finished the last step wait for a missing group before they leave; > 0. One that
-    heartbeats is waited for for longer."""
-
     heartbeat_interval_ms: int = 50
-    """Milliseconds between two heartbeats of a group; > 0 and at most half of heartbeat_timeout_ms."""
+    """Milliseconds between two heartbeats of a group; > 0 and at most half of
+    heartbeat_timeout_ms."""
 
     advertise_address: str = ""
-    """Numeric address under which other groups reach this one, on clusters that of the fast fabric. Empty resolves the
-    host's name once. Numeric because each new quorum would resolve a name again, for seconds with a bad resolver."""
+    """Numeric address at which other groups reach this one. Set it to an address of the fast fabric
+    if hosts have several networks. Empty resolves the host's name once. Numeric, because each new
+    quorum would resolve a name again, which takes seconds with a bad resolver."""
 
-    # Ours: the exchange of gradients.
-
-    bucket_size_mb: float = 25.0
-    """Mebibytes of gradients that one all-reduce between groups carries; > 0. A single larger gradient gets a bucket of
-    its own."""
-
-    exchange_dtype: str = "float32"
-    """What gradients travel in between groups: "float32", or "bfloat16", which halves the bytes, and the memory of the
-    buckets and of the updates that a joiner queues. Each group's gradients are rounded to bfloat16 and added up in
-    fp32; the sum is rounded once more, and is the same bytes in all groups. It is off by less than 1/127 of the sum of
-    its terms' magnitudes. What a mixture of experts counts is exact. Not with `should_quantize`."""
-
-    max_exchange_retries: int = 10
-    """Consecutive failed exchanges of one step after which the group with the highest slot gives up and is started
-    again; after as many more the next one, but never the lowest. 0 never gives up. A link that is known to be dead
-    does not count: the groups that all reach each other go on without the others."""
-
-    digest_every: int = 50
-    """Steps between two comparisons of parameters, optimizer state and LR across the groups; with `semi_sync_method`
-    of what they agree on, behind the round in which such a step falls, and at the end of each round, before its changes
-    are used. 0 compares only when a joiner asks for the state: then all that hold it do, so that no corrupt one serves.
-    """
-
-    # Ours: the transfer of state to a joiner.
-
-    bind_address: str = ""
-    """Address on which a donor serves its state. Empty binds to the advertised address."""
-
-    heal_donors: int = 8
-    """Groups that a joiner fetches the state from at once, a part from each. Each copies its state to host memory, and
-    keeps that for the next copy; on a GPU it is taken behind the first update already, unless this is 1. Where a host's
-    memory is scarce it copies the part only. 0 takes all groups that hold it. With `semi_sync_method` it is always
-    one."""
-
-    transfer_connections: int = 4
-    """Connections that a rank of a joiner opens at once, shared out among its donors, at least one to each; >= 1."""
-
-    transfer_timeout_seconds: float = 300.0
-    """Seconds that one transfer of state may take before another donor is tried; > 0."""
-
-    transfer_max_mbps: float = 0.0
-    """Megabits (10**6 bits) per second that one rank of a donor sends at most, all its connections together. 0 sends
-    as fast as it goes."""
+    # The transfer of state to a joiner.
 
     catch_up: str = "replay"
-    """What happens while a group fetches the state: with "replay" the others train on and the group replays the updates
-    that it missed; with "wait" they wait until it has the state, which is torchft's way."""
+    """What the others do while a joiner fetches the state. With "replay" they continue to train,
+    and the joiner replays the updates that it missed. With "wait" they wait until it has the state,
+    as torchft does: set that if hosts have no memory for the queued updates."""
 
     catch_up_max_gb: float = 0.0
-    """Gigabytes (2**30 bytes) of updates, each as large as its gradients in `exchange_dtype`, that a rank queues while
-    the state travels: on its GPU where they fit and the groups exchange over NCCL, else in host memory (pinned where
-    there is a GPU). Of its group's ranks the one with least room counts. With the queue full, a newer state is fetched
-    if it is likely to be there in time, once in a heal; else the others wait for the transfer to end. 0 takes half of
-    what its host, or its cgroup, has free when the heal begins, shared out among the ranks there
-    (`TITAN_FT_RANKS_ON_HOST`, if groups that were started by hand share a host), and what fits on the GPU besides."""
+    """Gigabytes (2**30 bytes) of updates that a rank queues while the state travels, each as large
+    as its gradients in `exchange_dtype`: on its GPU if they fit and the groups exchange over NCCL,
+    else in host memory (pinned if there is a GPU). The rank of the group with least room decides.
+    When the queue is full, the joiner fetches a newer state if that is likely to arrive in time,
+    once in a heal; otherwise the others wait for the transfer to end. 0 takes half of what the
+    host, or its cgroup, has free when the heal begins, divided among the ranks on the host, and
+    what fits on the GPU besides. Set `TITAN_FT_RANKS_ON_HOST` if you start several groups on one
+    host by hand."""
 
     catch_up_max_steps: int = 0
-    """Updates that a group queues at most, whatever their size. 0 leaves it to `catch_up_max_gb`."""
+    """Most updates that a group queues, whatever their size. 0 leaves the limit to
+    `catch_up_max_gb`."""
 
-    # Ours: absent groups.
+    heal_donors: int = 8
+    """Groups from which a joiner fetches the state at once, a part from each. Each donor copies its
+    state to host memory and keeps that memory for the next copy; on a GPU it takes the memory after
+    the first update already, unless this is 1. Lower it if host memory is scarce; a donor without
+    room copies its part only. 0 takes all groups that hold the state. With `semi_sync_method` it is
+    always one."""
 
-    batch_policy: str = "shrink"
-    """What becomes of the data of absent groups: with "shrink" it waits for them and the global batch is smaller; with
-    "constant" the present groups read it too, in extra microbatches, and the global batch holds."""
+    transfer_connections: int = 4
+    """Connections that a rank of a joiner opens at once, divided among its donors, at least one to
+    each; >= 1."""
 
-    lr_policy: str = "none"
-    """How the LR of an update follows the share of the global batch that it was made from: "none", "sqrt" (LR times the
-    square root of the share, as FT-HSDP does) or "linear". With batch_policy = "constant" the share is nearly always 1.
-    """
+    transfer_timeout_seconds: float = 300.0
+    """Seconds that one transfer of state may take before the joiner tries another donor; > 0. Raise
+    it if the state divided by the bandwidth takes longer (`launch --dry-run` computes that)."""
 
-    # Ours: leaving and hanging.
+    transfer_max_mbps: float = 0.0
+    """Megabits (10**6 bits) per second that one rank of a donor sends at most, over all its
+    connections. 0 sends as fast as possible. Set it if transfers slow the exchange of gradients
+    down."""
+
+    bind_address: str = ""
+    """Address at which a donor serves its state. Empty binds to the advertised address."""
+
+    # Leaving and hanging.
 
     drain_timeout_seconds: float = 25.0
-    """Seconds after SIGTERM in which a group may finish its step, save the state if no other group keeps it, and leave;
-    then it ends without; > 0. Keep it shorter than what the platform allows before SIGKILL (Kubernetes and Slurm: 30 s
-    unless told)."""
+    """Seconds after SIGTERM in which a group may finish its step, save the state if no other group
+    keeps it, and leave; afterwards it ends without; > 0. Raise it if a step and a save take longer,
+    but keep it below what the platform allows before SIGKILL (Kubernetes and Slurm: 30 s by
+    default)."""
 
     hang_timeout_seconds: float = 600.0
-    """Seconds without any progress of the training thread, not counting waits for other groups, after which a worker
-    prints the stacks of its threads and ends itself. Longer than the longest step, compilation and checkpoint. 0 never
-    does."""
+    """Seconds without progress of the training thread, not counting waits for other groups, after
+    which a worker prints the stacks of its threads and ends itself. Raise it if the longest step,
+    compilation or checkpoint takes longer. 0 never ends a worker."""
 
     straggler_factor: float = 1.5
-    """A group whose own part of a step takes longer than this factor times the groups' median, for `straggler_steps`
-    steps in a row, is reported; >= 1, or 0 to report none."""
+    """A group is reported as slow if its own part of a step takes longer than this factor times the
+    groups' median, for `straggler_steps` steps in a row; >= 1, or 0 to report none."""
 
     straggler_steps: int = 5
     """Slow steps in a row that make a straggler; >= 1."""
 
-    # Ours: tests of failures.
+    # Tests of failures.
 
     chaos: bool = False
-    """Let `titan-ft chaos` and `titan-ft launch --chaos` inject faults inside the workers: whoever may write the
-    run's folder can then crash, slow down or corrupt them. Leave it false where nobody means to."""
+    """Let `titan-ft chaos` and `titan-ft launch --chaos` inject faults inside the workers. With it,
+    everybody who may write the run's folder can crash, slow down or corrupt the workers, so leave
+    it false in production."""
 
-    # Ours: the history of the run.
+    # The history of the run.
 
     events_folder: str = "events"
     """Folder for the run's events, below job.dump_folder. Empty writes none."""
 
-    # Ours: the lighthouse. `titan-ft launch` and `titan-ft lighthouse` use them; a worker only checks them.
+    # The lighthouse. `titan-ft launch` and `titan-ft lighthouse` use these; a worker only checks them.
 
     heartbeat_timeout_ms: int = 500
-    """Milliseconds without a heartbeat after which the lighthouse counts a group as gone; shorter than
-    process_group_timeout_ms. False evictions on busy hosts are frequent below 250. Twice as long without one of a
-    single rank, in a group of several, ends the group, which is then started again."""
+    """Milliseconds without a heartbeat after which the lighthouse counts a group as gone; shorter
+    than process_group_timeout_ms. Raise it if healthy groups on busy hosts are evicted, which is
+    frequent below 250; each failure then costs the survivors that much longer. In a group of
+    several ranks, a rank that is silent for twice as long ends the group, which then restarts."""
 
     quorum_tick_ms: int = 20
-    """Milliseconds between two looks of the lighthouse at who is there; > 0 and at most heartbeat_timeout_ms."""
+    """Milliseconds between two looks of the lighthouse at the groups that are present; > 0 and at
+    most heartbeat_timeout_ms."""
 
     join_timeout_ms: int = 60_000
-    """Milliseconds, counted from the first request, that the lighthouse waits for groups that heartbeat but have not
-    asked for the quorum yet; > 0, because 0 makes it form quorums without end. A group that joins asks at any time
-    within a step: what is shorter than a step evicts healthy groups. A dead group is not waited for, see
-    heartbeat_timeout_ms. With `semi_sync_method` the
-    lighthouse of `launch` waits for a day at least; give one that is started by itself --join-timeout-ms 86400000."""
+    """Milliseconds, counted from the first request, that the lighthouse waits for groups that
+    heartbeat but have not asked for the quorum yet; > 0, because 0 makes it form quorums without
+    end. Raise it above the longest step: a joining group asks at any time within a step, so a
+    shorter value evicts healthy groups. The lighthouse does not wait for a dead group, see
+    heartbeat_timeout_ms. With `semi_sync_method` the lighthouse of `launch` waits for a day at
+    least; give --join-timeout-ms 86400000 to a lighthouse that you start yourself."""
+
+    # Semi-synchronous training: LocalSGD, DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512).
+
+    semi_sync_method: str | None = None
+    """Exchange only once in `sync_steps` steps, which make a round; each group trains by itself
+    meanwhile. With "local_sgd" all groups continue from the mean of their parameters. With "diloco"
+    an outer optimizer makes the update from the mean of their changes. Not set, the groups exchange
+    gradients at each step. Set it if the network between groups is too slow for that. A method
+    needs batch_policy = "shrink", lr_policy = "none" and catch_up = "replay"."""
+
+    sync_steps: int = 5
+    """Steps of each group from one exchange of a parameter to the next ("H" of DiLoCo); >= 1, and a
+    multiple of the number of fragments. Only used with `semi_sync_method`."""
+
+    sync_deadline_seconds: float = 0.0
+    """Seconds of its own steps after which a group asks for the exchange, even if steps of the
+    round are left; >= 0. It trains on until the others are ready too, and counts with the tokens
+    that it has trained. Set it if groups differ in speed, so that slow ones do not hold the others
+    up. 0 makes all steps. Only used with `semi_sync_method`."""
+
+    outer_lr: float = 0.7
+    """LR of the outer optimizer; > 0. 0.7 is DiLoCo's; its scaling laws (arXiv 2503.09799) find 0.4
+    to 0.8 best, depending on the number of groups. Only used with `semi_sync_method = "diloco"`."""
+
+    outer_momentum: float = 0.9
+    """Momentum of the outer optimizer; 0 <= outer_momentum < 1. 0 keeps none, and saves its memory.
+    Only used with `semi_sync_method = "diloco"`."""
+
+    outer_nesterov: bool = True
+    """Use Nesterov's momentum in the outer optimizer, as DiLoCo does. It changes nothing if
+    outer_momentum is 0. Only used with `semi_sync_method = "diloco"`."""
+
+    should_quantize: bool = False
+    """Send changes in 8 bits. Each block of 256 has a scale of its own, and the rounding error of a
+    group's change is added to its next change. Every group gets what every other one sends: each of
+    G groups sends G/8 of the bytes that it sends in fp32, so this saves with fewer than 8 groups.
+    Only used with `semi_sync_method = "diloco"`."""
+
+    num_fragments: int = 1
+    """Number of fragments that the model is cut into, by whole blocks and about equal bytes ("P" of
+    Streaming DiLoCo); >= 1. One fragment is exchanged every sync_steps / num_fragments steps, in
+    turn. Only used with `semi_sync_method = "diloco"`."""
+
+    module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list)
+    """Fully qualified names of the modules of each fragment, as [["tok_embeddings", "layers.0"],
+    ["layers.1", ...]]; each trained parameter belongs to one. Empty lets `num_fragments` decide.
+    Only used with `semi_sync_method = "diloco"`."""
+
+    fragment_sync_delay: int = 0
+    """Steps that a group makes between the start of a fragment's exchange and the use of its result
+    ("tau" of Streaming DiLoCo); 0 <= fragment_sync_delay < sync_steps / number of fragments. 0
+    waits for the result. Only used with `semi_sync_method = "diloco"`."""
+
+    fragment_update_alpha: float = 0.0
+    """Share of a group's own parameters after an exchange ("alpha" of Streaming DiLoCo); the rest
+    is the global ones; 0 <= fragment_update_alpha < 1. Only used with `semi_sync_method =
+    "diloco"`."""
 
 
 @dataclass
