@@ -68,6 +68,8 @@ def test_killed_group_is_restarted_alone(run: Any) -> None:
     assert any(line.startswith("step 7  loss 3.25000  groups ") for line in lines)  # 2/2, or 1/2 already
     assert lines[-1].startswith("all groups finished")
     assert not any("group 0 died" in line for line in lines)
+    kept = [line[20:] for line in run.paths.launch_log.read_text().splitlines()]  # after the date
+    assert kept == [line for line in lines if not line.startswith("step 7")]
     assert run.events("launch_finished")[0]["code"] == 0
     assert run.all_gone()
 

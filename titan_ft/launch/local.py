@@ -23,7 +23,7 @@ from titan_ft.live import status
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.run_status import RunStatus, shape
-from titan_ft.live.status_view import make_view
+from titan_ft.live.status_view import LaunchView
 from titan_ft.run.appender import any_is_cut, retry_waiting
 from titan_ft.run.events import (
     STOPPED_BY_SIGNAL,
@@ -66,7 +66,7 @@ class LocalRun:
         self.status = RunStatus(plan.num_replicas)
         # First: when its port is taken, the folder must not look as if a run had been in it.
         self._metrics = MetricsServer.at(plan.options.metrics_port, plan.labels) if plan.options.metrics_port else None
-        self._curve = None if plan.job_curve is None else JobCurve(plan.job_curve, self._error)
+        self._curve = None if plan.job_curve is None else JobCurve(plan.job_curve, lambda text: self.view.error(text))
         self._tail = EventTail(plan.paths.events)
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
         # The token is not on any command line, where other users of the host could read it.
@@ -91,7 +91,7 @@ class LocalRun:
         self._hopeless = ""
         """Why it does not help to start groups again; empty as long as it may."""
         self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
-        self.view = make_view(self.status)
+        self.view = LaunchView(self.status, plan.paths.launch_log)
 
     def _chaos_runner(self, plan: Plan) -> ChaosRunner:
         from titan_ft.chaos.processes import LocalProcesses  # a run that nobody breaks loads nothing of it
@@ -125,7 +125,8 @@ class LocalRun:
                 self._metrics.close()
             self.view.close()
             if self.stop or self._time_is_up:
-                self._say_how_to_go_on()  # behind the view, whose lines a terminal's width cuts
+                self._say_how_to_go_on()  # after the view, whose lines a terminal's width cuts
+            self.view.close_log()
         return code
 
     def _say_how_to_go_on(self) -> None:
@@ -133,7 +134,7 @@ class LocalRun:
             return
         command, drain = self.plan.resume_command, self.plan.drain_seconds
         for line in describe_stop(self.status, command, saves=self.plan.saves, drain_seconds=drain):
-            print(line, flush=True)
+            self.view.note(line)
 
     def _run(self) -> tuple[int, str]:
         plan = self.plan
@@ -237,7 +238,7 @@ class LocalRun:
                 # All groups read the same file: the others would only wait for each other.
                 return CONFIG_ERROR_CODE, "the configuration is wrong"
             if self._hopeless:
-                self._error(f"{self._hopeless}; starting again does not help: all groups are stopped")
+                self.view.error(f"{self._hopeless}; starting again does not help: all groups are stopped")
                 return 1, self._hopeless
             self._replace_failed(codes)
             if None not in codes.values():
@@ -316,7 +317,7 @@ class LocalRun:
         ]
         for child, explained in ended:
             if child not in self._shown and not explained:
-                self._error(f"{child.describe_end()}; {child.log}: {last_error_line(child.log)}")
+                self.view.error(f"{child.describe_end()}; {child.log}: {last_error_line(child.log)}")
             self._shown.add(child)
 
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
@@ -338,7 +339,7 @@ class LocalRun:
         failed = [replica for replica, child in self._supervisors.items() if child.code != 0]
         if failed:
             reason = f"{len(failed)} of {self.plan.num_replicas} groups failed: {', '.join(map(str, failed))}"
-            self._error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
+            self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
             return 1, reason
         drained = [group.replica for group in self.status.groups.values() if group.state == status.DRAINED]
         reason = "all groups finished"
@@ -372,17 +373,14 @@ class LocalRun:
             self.view.line(f"all groups left; see titan-ft report {self.plan.paths.root}")
             return 0, "all groups left when the time was up"
         reason = f"when the time was up, {len(late)} groups did not leave in order: {', '.join(map(str, late))}"
-        self._error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
+        self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
         return 1, reason
 
     def _lighthouse_failed(self) -> tuple[int, str]:
         """Report it. Groups cannot meet without a lighthouse, so the run ends."""
         reason, log = self._lighthouse.failure, self._lighthouse.log
-        self._error(f"{reason}, so all groups are stopped; {log}: {last_error_line(log)}")
+        self.view.error(f"{reason}, so all groups are stopped; {log}: {last_error_line(log)}")
         return 1, reason
-
-    def _error(self, text: str) -> None:
-        print(f"titan-ft launch: {text}", file=sys.stderr, flush=True)
 
 
 def launch(plan: LaunchPlan) -> int:

@@ -1,14 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Show the live status of a run: a table on a terminal, plain lines otherwise."""
+"""Show the live status of a run: a table on a terminal, plain lines otherwise; and keep its lines in a file."""
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top_view import Screen, frame
+from titan_ft.run.appender import FileAppender
 
 
 class PlainView:
@@ -62,6 +64,47 @@ class TableView:
         self._live.stop()
 
 
-def make_view(run: RunStatus) -> TableView | PlainView:
-    """Return where the launcher shows what happens, by what stdout is."""
-    return TableView(run) if sys.stdout.isatty() else PlainView()
+class LaunchView:
+    """The launcher's lines: each is shown, and appended to a file with its date.
+
+    A launcher's terminal may be gone when somebody asks why a run ended. The lines on the progress are shown only: in
+    weeks of training they would bury the others.
+
+    Args:
+        run: what the view shows.
+        log: the file; a full disk delays its lines, and does not end the launcher.
+    """
+
+    def __init__(self, run: RunStatus, log: Path) -> None:
+        self._view = TableView(run) if sys.stdout.isatty() else PlainView()
+        self._log = FileAppender(log)
+
+    def line(self, text: str) -> None:
+        """Show one change."""
+        self._append(text)
+        self._view.line(text)
+
+    def error(self, text: str) -> None:
+        """Report a failure on stderr."""
+        self._append(f"error: {text}")
+        print(f"titan-ft launch: {text}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Show a line whole, which a terminal's width would cut; only after `close`."""
+        self._append(text)
+        print(text, flush=True)
+
+    def update(self, run: RunStatus) -> None:
+        """Show how far the run is; called often."""
+        self._view.update(run)
+
+    def close(self) -> None:
+        """Stop updating the terminal; notes may follow."""
+        self._view.close()
+
+    def close_log(self) -> None:
+        """Wait a moment for a file that cannot be written, and close it."""
+        self._log.close(0.0)
+
+    def _append(self, text: str) -> None:
+        self._log.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode(errors="replace"))

@@ -58,6 +58,11 @@ class RunPaths:
         return self.root / "chaos" / "orders.jsonl"
 
     @property
+    def launch_log(self) -> Path:
+        """Lines of `titan-ft launch` itself, each with its date; a run that is resumed goes on in it."""
+        return self.root / "logs" / "launch.log"
+
+    @property
     def lighthouse_log(self) -> Path:
         return self.root / "logs" / "lighthouse.log"
 
