@@ -268,3 +268,21 @@ def test_a_wheel_has_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = ROOT / "configs"
     wanted = {Path("titan_ft/configs", path.relative_to(configs)) for path in configs.rglob("*.*")}
     assert {path for path in packed if "configs" in path.parts} == wanted
+
+
+@pytest.mark.parametrize("name", ["tyro", "titan_ft.live.top"])
+def test_ctrl_c_during_imports_is_no_traceback(name: str, tmp_path: Path) -> None:
+    """Who changes his mind at once gets the prompt, with the status of Ctrl-C; also in the midst of imports."""
+    # A finder of modules that is interrupted in the midst of one of the imports, as a person may do at 0.4 s.
+    code = (
+        "import runpy, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {name!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "sys.argv = ['titan-ft', 'top', sys.argv[1]]\n"
+        "runpy.run_module('titan_ft', run_name='__main__', alter_sys=True)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

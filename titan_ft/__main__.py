@@ -1,12 +1,23 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Make `python -m titan_ft` the console script."""
+"""The console script `titan-ft`, which is also `python -m titan_ft`."""
 
 from __future__ import annotations
 
+import signal
 import sys
 
-from titan_ft.cli import main
+
+def main() -> int:
+    """Run one command and return its exit status; see `cli.main`."""
+    try:
+        # Here: imports take most of a second, and a Ctrl-C among them was a traceback of tyro's.
+        from titan_ft.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
 
 if __name__ == "__main__":
     sys.exit(main())

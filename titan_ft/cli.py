@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config."""
+    """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config, 130 Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         try:
@@ -35,6 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"titan-ft: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # a command without an end of its own for it
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # who reads, such as head, has seen enough
         _print_no_more()
         return 1

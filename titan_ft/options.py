@@ -30,7 +30,7 @@ class Launch:
     """Start a lighthouse and supervised replica groups on this host, and show how they do.
 
     What follows a -- goes to the workers as torchtitan's own flags. The exit status is 0 when all groups finished, 1
-    when training failed or was stopped, 2 when the usage or the config is wrong.
+    when training failed, 2 when the usage or the config is wrong, 130 or 143 when Ctrl-C or SIGTERM stopped it.
 
     Example: titan-ft launch llama3_debug --replicas 2 --ranks-per-replica 1 --run-dir runs/1 -- --training.steps=60
     """

@@ -195,7 +195,7 @@ def test_a_stop_is_undone_when_the_command_is_ended(job: Job, signum: signal.Sig
     wait_until(lambda: job.state(0, 0) + job.state(0, 1) == "TT", "the group stopped")
     chaos.send_signal(signum)
     code, printed = output(chaos)
-    assert code == 0, printed
+    assert code == 128 + signum, printed
     wait_until(lambda: job.state(0, 0) + job.state(0, 1) == "SS", "the group going on")
     assert len(job.told("fault_undone")) == 1
     assert len(job.told("chaos_finished")) == 1

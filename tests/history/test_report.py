@@ -467,11 +467,12 @@ def test_failed_launch_is_never_plainly_green(tmp_path: Path) -> None:
     job = Job(2)
     job.train(BEGIN + 15)
     events = job.finish()
-    for reason, told in (("2 of 2 groups failed: 0, 1", True), ("stopped by a signal", False)):
+    ends = ((1, None, "2 of 2 groups failed: 0, 1", True), (130, "SIGINT", "stopped by Ctrl-C", False))
+    for code, signal, reason, told in ends:
         ended: list[Any] = copy.deepcopy(events)
-        change(ended[-1], code=1, reason=reason)
+        change(ended[-1], code=code, signal=signal, reason=reason)
         page = read_page(ended, tmp_path)
-        assert (f"hold, but the launch ended with exit status 1: {reason}." in page.text) is told
+        assert (f"hold, but the launch ended with exit status {code}: {reason}." in page.text) is told
         assert ('class="overall holds"' not in (tmp_path / "index.html").read_text(encoding="utf-8")) is told
 
 

@@ -83,7 +83,7 @@ def test_curves_of_a_run_with_a_killed_group(tmp_path: Path) -> None:
         printed, _ = run.communicate(timeout=60)
     finally:
         run.kill()
-    assert run.returncode == 1, printed
+    assert run.returncode == 130, printed
 
     record = RunRecord.read(paths.events)
     losses = {point.step: point.loss for point in record.curve}

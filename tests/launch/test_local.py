@@ -100,7 +100,7 @@ def test_signal_stops_everything_it_started(run: Any) -> None:
     assert len(started) == 4
     os.killpg(launcher.pid, signal.SIGINT)
     printed, _ = launcher.communicate(timeout=15)
-    assert launcher.returncode == 1
+    assert launcher.returncode == 130
     assert "checkpoints are off (checkpoint.enable)" in printed
     assert "stopping all groups" in printed
     assert "died" not in printed
@@ -282,17 +282,19 @@ def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
 
 
 def test_first_signal_drains(run: Any) -> None:
-    """At Ctrl-C all groups get to leave in order, which is told; the run was stopped, so the status is 1."""
+    """At Ctrl-C all groups get to leave in order, which is told; the status is that of a command that it ended."""
     launcher = run.launch(replicas=2, module="draining_worker", drain_timeout=60)
     about = [run.worker(replica, 0, 0) for replica in (0, 1)]
     assert "--fault_tolerance.drain_timeout_seconds=60" in about[0]["argv"]
     launcher.send_signal(signal.SIGINT)
     printed, errors = launcher.communicate(timeout=40)
-    assert (launcher.returncode, errors) == (1, "")
+    assert (launcher.returncode, errors) == (130, "")
     assert "stopping all groups: draining for 60 s at most" in printed
     for replica in (0, 1):
         assert f"group {replica} left after step 12 (SIGTERM)" in printed
-    assert run.events("launch_finished")[0]["reason"] == "stopped by a signal"
+    assert run.events("launch_stopping")[0]["reason"] == "Ctrl-C"
+    (finished,) = run.events("launch_finished")
+    assert (finished["code"], finished["signal"], finished["reason"]) == (130, "SIGINT", "stopped by Ctrl-C")
     assert run.all_gone()
 
 
@@ -308,7 +310,9 @@ def test_second_signal_ends_at_once(run: Any) -> None:
     assert run.is_alive(worker["pid"])
     launcher.send_signal(signal.SIGTERM)
     launcher.communicate(timeout=30)
-    assert launcher.returncode == 1
+    assert launcher.returncode == 143
+    (finished,) = run.events("launch_finished")
+    assert (finished["code"], finished["signal"], finished["reason"]) == (143, "SIGTERM", "stopped by SIGTERM")
     run.wait_until(run.all_gone, 10.0, "all gone")
 
 

@@ -392,7 +392,7 @@ def test_run_without_a_launcher() -> None:
 def test_second_launch_in_the_folder() -> None:
     """A resumed run starts anew, with the loss curve of before; what was over is going on."""
     run = story()
-    run.observe(event("launch_finished", None, None, 65.0, code=1, reason="stopped by a signal"))
+    run.observe(event("launch_finished", None, None, 65.0, code=130, reason="stopped by Ctrl-C", signal="SIGINT"))
     run.observe(launched(4, 100.0))
     run.observe(event("worker_started", 1, 0, 101.0, attempt=2))
     run.observe(step(31, 1, 102.0, attempt=2))
@@ -404,9 +404,18 @@ def test_second_launch_in_the_folder() -> None:
 
 def test_asked_to_leave() -> None:
     """When the launcher was asked to stop, its groups are seen to leave."""
-    run = fold(launched(2), step(1, 0), step(1, 1), event("launch_stopping", None, None, reason="a signal"))
+    run = fold(launched(2), step(1, 0), step(1, 1), event("launch_stopping", None, None, reason="Ctrl-C"))
     assert [group.state for group in run.groups.values()] == ["draining", "draining"]
-    assert run.lines[-1][1] == "all groups are asked to leave: a signal"
+    assert run.lines[-1][1] == "all groups are asked to leave: Ctrl-C"
+
+
+def test_stopped_before_it_began() -> None:
+    """The last picture of a run that was stopped says so of groups that had no time to leave: not "draining"."""
+    run = fold(launched(2), step(1, 0), event("launch_stopping", None, None, reason="Ctrl-C"))
+    run.observe(event("worker_exited", 0, 0, signal="SIGKILL", reason="stopped because ...", stopped=True))
+    run.observe(event("launch_finished", None, None, 9.0, code=130, reason="stopped by Ctrl-C", signal="SIGINT"))
+    assert [group.state for group in run.groups.values()] == ["stopped", "stopped"]
+    assert run.end == "stopped by Ctrl-C"
 
 
 def test_course_of_the_loss_over_a_long_run() -> None:
@@ -469,12 +478,10 @@ class Terminal:
         fcntl.ioctl(self.screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.settings = termios.tcgetattr(self.screen)
         code = (
-            "import fcntl, signal, sys, termios; from pathlib import Path; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+            "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
             # As a shell starts it in the foreground, also where these tests run in the background and ignore it.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "from titan_ft.config import ConfigError; from titan_ft.live.top import top\n"
-            "try: sys.exit(top(Path(sys.argv[1])))\n"
-            "except ConfigError as error: print(error); sys.exit(2)\n"
+            "from titan_ft.cli import main; sys.exit(main(['top', sys.argv[1]]))\n"
         )
         env = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
@@ -527,12 +534,13 @@ def assert_as_before(terminal: Terminal) -> None:
     assert termios.tcgetattr(terminal.screen) == terminal.settings
 
 
-@pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
-def test_leaving(terminal: Terminal, key: bytes) -> None:
-    """At q or Ctrl-C it ends with 0 and leaves the terminal as it was."""
+@pytest.mark.parametrize(("key", "status"), [(b"q", 0), (b"\x03", 130)], ids=["q", "Ctrl-C"])
+def test_leaving(terminal: Terminal, key: bytes, status: int) -> None:
+    """At q or Ctrl-C it leaves the terminal as it was, without a traceback."""
     terminal.read_until(lambda: b"q leaves" in terminal.output)
     terminal.press(key)
-    assert terminal.wait() == 0
+    assert terminal.wait() == status
+    assert b"Traceback" not in terminal.output
     assert_as_before(terminal)
 
 
@@ -569,7 +577,7 @@ def test_watched_folder_vanishes(terminal: Terminal, tmp_path: Path) -> None:
 
 def test_finished_run_is_shown_once(tmp_path: Path) -> None:
     """A run that is over needs no screen of its own: one frame, status 0."""
-    ended = event("launch_finished", None, None, code=1, reason="stopped by a signal")
+    ended = event("launch_finished", None, None, code=130, reason="stopped by Ctrl-C", signal="SIGINT")
     write_run(tmp_path, launched(2), step(7), ended)
     terminal = Terminal(tmp_path)
     try:

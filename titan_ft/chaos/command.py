@@ -83,10 +83,10 @@ def run_chaos(asked: Chaos) -> int:
     outcomes = runner.outcomes
     if asked.fault is None:
         print(f"chaos ends: {outcomes.num_injected} injected, {outcomes.num_skipped} skipped", flush=True)
-        return 0
+        return stop.status
     if not outcomes.num_hit and not outcomes.last_reason:
         print(f"chaos: {asked.fault} was not injected: this ended first", flush=True)
-    return 0 if outcomes.num_hit else 1
+    return stop.status or (0 if outcomes.num_hit else 1)
 
 
 class Follower:

@@ -71,6 +71,8 @@ def _native_torchft() -> Any:
 def serve(command: Lighthouse) -> int:
     """Run a lighthouse until SIGTERM or SIGINT; announce its address on stdout once it is up.
 
+    Returns 143 or 130 then, and 0 where another lighthouse has taken its place.
+
     Raises:
         ConfigError: it cannot listen where it should, or not announce itself.
     """
@@ -81,16 +83,17 @@ def serve(command: Lighthouse) -> int:
         exit_with_parent()
     # The Rust side reads it when it is loaded; its own default, info, doubles the cost of a quorum.
     os.environ.setdefault("RUST_LOG", "warn")
+    stop = StopRequests(signal.SIGTERM, signal.SIGINT)
     with protected_native_output():
-        is_next_standby = _serve(command, host)
-    if is_next_standby:
+        _serve(command, host, stop)
+    if command.standby and not stop:
         # Anew: a server that is shut down goes on answering those who are connected to it.
         os.execv(sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:]])
-    return 0
+    return stop.status
 
 
-def _serve(command: Lighthouse, host: str) -> bool:
-    """Serve until a signal, or until another lighthouse is announced; True if this one is to stand by for that.
+def _serve(command: Lighthouse, host: str, stop: StopRequests) -> None:
+    """Serve until a signal, or until another lighthouse is announced.
 
     Raises:
         ConfigError: it cannot listen where it should, or not announce itself.
@@ -114,7 +117,6 @@ def _serve(command: Lighthouse, host: str) -> bool:
     # One write: print makes two when unbuffered, and a log line of torchft's could come between.
     sys.stdout.write(f"{ANNOUNCEMENT}http://{reachable}:{port}\n")
     sys.stdout.flush()
-    stop = StopRequests(signal.SIGTERM, signal.SIGINT)
     if command.announce is not None:
         own = Announcement.of_this_process(f"http://{reachable}:{port}", os.environ)
         with contextlib.suppress(OSError):  # said when it is to be announced
@@ -124,13 +126,12 @@ def _serve(command: Lighthouse, host: str) -> bool:
         finally:
             own.discard(command.announce)
         if not stop and command.standby:
-            return True
+            return  # without a shutdown: this process becomes the standby of the other one
     else:
         while not stop:
             retry_waiting()
             time.sleep(0.1)
     server.shutdown()
-    return False
 
 
 def _take_turns(path: Path, succession: Succession, stop: StopRequests) -> None:

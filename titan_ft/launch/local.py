@@ -26,7 +26,6 @@ from titan_ft.live.run_status import RunStatus, shape
 from titan_ft.live.status_view import LaunchView
 from titan_ft.run.appender import any_is_cut, retry_waiting
 from titan_ft.run.events import (
-    STOPPED_BY_SIGNAL,
     CheckpointFailed,
     CheckpointSaved,
     Drained,
@@ -106,7 +105,10 @@ class LocalRun:
         )
 
     def run(self) -> int:
-        """Return 0 when all groups finished or left, 2 when their configuration is wrong, else 1."""
+        """Return 0 when all groups finished or left, 2 when their configuration is wrong, else 1.
+
+        A run that a signal has stopped ends with 128 + the signal's number.
+        """
         code, reason = 1, "the launcher failed"
         try:
             code, reason = self._run()
@@ -115,7 +117,9 @@ class LocalRun:
             self._refresh()
             if self._time_is_up and code == 0:
                 code, reason = self._judge_leaving()
-            self._events.emit(LaunchFinished(code=code, reason=reason))
+            stopped = self.stop.signum if self.stop and code == self.stop.status else None
+            signal_name = None if stopped is None else stopped.name
+            self._events.emit(LaunchFinished(code=code, reason=reason, signal=signal_name))
             self._refresh()  # a terminal's last picture would be of a run that goes on
             self._events.close()
             self._lighthouse.close()
@@ -349,8 +353,11 @@ class LocalRun:
         return 0, reason
 
     def _interrupted(self) -> tuple[int, str]:
-        self._begin_to_drain("a signal", "stopping all groups", "again")
-        return 1, STOPPED_BY_SIGNAL
+        self._begin_to_drain(self.stop.asked_by, "stopping all groups", "again")
+        return self._stopped()
+
+    def _stopped(self) -> tuple[int, str]:
+        return self.stop.status, f"stopped by {self.stop.asked_by}"
 
     def _end_in_time(self) -> tuple[int, str]:
         """End the run that has had its time; whether that is a success shows when its groups have left."""
@@ -372,6 +379,8 @@ class LocalRun:
         if not late:
             self.view.line(f"all groups left; see titan-ft report {self.plan.paths.root}")
             return 0, "all groups left when the time was up"
+        if self.stop:  # somebody did not want to wait for them
+            return self._stopped()
         reason = f"when the time was up, {len(late)} groups did not leave in order: {', '.join(map(str, late))}"
         self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
         return 1, reason

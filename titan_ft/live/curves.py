@@ -27,6 +27,8 @@ _LEAST_BYTES = 8192  # of room, or the command is refused: a few points
 def write_curves(run_dir: Path, folder: Path | None = None) -> int:
     """Write the curves of a run until it is over, or a signal ends it; return 0, or 1 if some of them are lost.
 
+    A signal makes it 128 + its number.
+
     They are made anew from the run's events: what an earlier call has written goes. A disk that becomes full while the
     run goes on is waited for.
 
@@ -68,7 +70,7 @@ def write_curves(run_dir: Path, folder: Path | None = None) -> int:
     finally:
         num_lost = curve.close(FINISH_SECONDS)
         stop.close()
-    return 1 if num_lost else 0
+    return 1 if num_lost else stop.status
 
 
 def _clear(folder: Path) -> None:

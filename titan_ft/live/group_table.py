@@ -17,6 +17,7 @@ from titan_ft.live.status import (
     FAILED,
     FINISHED,
     HEALING,
+    STOPPED,
     TRAINING,
     Groups,
     GroupStatus,
@@ -31,6 +32,7 @@ COLORS = {
     HEALING: "yellow",
     DRAINING: "yellow",
     DRAINED: "cyan",
+    STOPPED: "cyan",
     DIED: "red",
     FAILED: "bold red",
 }

@@ -203,6 +203,7 @@ class RunStatus:
                 self.groups = status.draining(self.groups)
             case ev.LaunchFinished():
                 self.code, self._reason = event.code, event.reason
+                self.groups = status.stopped(self.groups)
         self._follow_checkpoints(event)
         of_launch = _OF_LAUNCH.get(type(event))
         shown = of_launch(event) if of_launch else line

@@ -11,8 +11,11 @@ from typing import Any
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.run import events as ev
 
-STATES = ("waiting", "starting", "joined", "healing", "training", "died", "draining", "drained", "finished", "failed")
-WAITING, STARTING, JOINED, HEALING, TRAINING, DIED, DRAINING, DRAINED, FINISHED, FAILED = STATES
+WAITING, STARTING, JOINED, HEALING, TRAINING = "waiting", "starting", "joined", "healing", "training"
+DIED, DRAINING, DRAINED, FINISHED, FAILED = "died", "draining", "drained", "finished", "failed"
+STOPPED = "stopped"
+"""Ended by the launcher, before it could leave in order."""
+STATES = (WAITING, STARTING, JOINED, HEALING, TRAINING, DIED, DRAINING, DRAINED, FINISHED, FAILED, STOPPED)
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,14 @@ def draining(groups: Groups) -> Groups:
     }
 
 
+def stopped(groups: Groups) -> Groups:
+    """Return the status once the launcher has ended every group that had not ended by itself."""
+    ended = (DIED, DRAINED, FINISHED, FAILED)
+    return {
+        replica: group if group.state in ended else replace(group, state=STOPPED) for replica, group in groups.items()
+    }
+
+
 def fold(groups: Groups, event: ev.Event) -> Groups:
     """Return the status after an event. Of a group's ranks, rank 0's events count, and the end of any rank."""
     if isinstance(event, ev.FaultInjected):
@@ -78,6 +89,10 @@ def fold(groups: Groups, event: ev.Event) -> Groups:
 def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
     match event:
         case ev.WorkerExited() if group.state == FAILED or (group.state == DRAINED and event.stopped):
+            return group
+        case ev.WorkerExited() if event.stopped and group.state == DRAINING:
+            return replace(group, state=STOPPED, loss=None, own_loss=None, own_seconds=None)
+        case ev.WorkerExited() if group.state == STOPPED and event.stopped:
             return group
         case ev.WorkerExited() if event.code != 0 or event.error is not None:
             error = group.error if event.stopped or group.state == DIED else event.error or ""

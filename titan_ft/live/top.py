@@ -61,6 +61,8 @@ class FollowedRun:
 def top(run_dir: Path, *, once: bool = False) -> int:
     """Show a run until it is over, or until q or Ctrl-C; return 0, or 1 when there is nothing to show.
 
+    Ctrl-C goes through as KeyboardInterrupt, once the terminal is in order again.
+
     Without a terminal, and with `once`, it is shown once.
 
     Raises:
@@ -86,18 +88,18 @@ def _watch(run: FollowedRun, console: Console) -> bool:
     """Show a run on a screen of its own; return True once it is over, False when the user left."""
     from rich.live import Live
 
-    with _keys() as pressed, _end_in_order():
-        try:
-            with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False) as live:
-                while not run.poll().end:
-                    hint = "q leaves" if sys.stdin.isatty() else "Ctrl-C leaves"
-                    # The size is asked for anew: the window may have another one by now.
-                    screen = Screen(*console.size, ascii_only=console.options.ascii_only, hint=hint)
-                    live.update(run.render(screen), refresh=True)
-                    if pressed(REFRESH_SECONDS) in ("q", "Q"):
-                        return False
-        except KeyboardInterrupt:
-            return False
+    with (
+        _keys() as pressed,
+        _end_in_order(),
+        Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False) as live,
+    ):
+        while not run.poll().end:
+            hint = "q leaves" if sys.stdin.isatty() else "Ctrl-C leaves"
+            # The size is asked for anew: the window may have another one by now.
+            screen = Screen(*console.size, ascii_only=console.options.ascii_only, hint=hint)
+            live.update(run.render(screen), refresh=True)
+            if pressed(REFRESH_SECONDS) in ("q", "Q"):
+                return False
     return True
 
 

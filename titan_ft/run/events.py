@@ -638,21 +638,20 @@ class LaunchStarted(LaunchEvent, kw_only=True):
 class LaunchStopping(LaunchEvent, kw_only=True):
     """All groups are asked to leave."""
 
-    reason: str  # who asked
+    reason: str  # who asked: Ctrl-C, SIGTERM, or that its time is up
     drain_seconds: float  # how long they may take
 
 
 NOT_BEGUN = "it had not begun to train"
 """Why a rank left at once: `Drained.reason`."""
-STOPPED_BY_SIGNAL = "stopped by a signal"
-"""Why a launch ends that somebody has ended, with Ctrl-C say: its exit status is 1, and nothing has failed."""
 
 
 class LaunchFinished(LaunchEvent, kw_only=True):
     """The launcher ends, as its last event."""
 
-    code: int  # its exit status
+    code: int  # its exit status; 130 (Ctrl-C), 143 (SIGTERM), 129 (SIGHUP) where somebody stopped the run
     reason: str  # in words
+    signal: str | None = None  # SIGINT (Ctrl-C), SIGTERM or SIGHUP, if that stopped the run: nothing has failed then
 
 
 class LighthouseStarted(LaunchEvent, kw_only=True):

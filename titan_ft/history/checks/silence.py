@@ -96,7 +96,7 @@ def _failed(record: RunRecord) -> str:
     begun = max((event.time for event in record.of(ev.LaunchStarted)), default=0.0)
     if end is None or not end.code or end.time < begun:  # a later launch goes on
         return ""
-    return "" if end.reason == ev.STOPPED_BY_SIGNAL else f"the launch ended with exit status {end.code}: {end.reason}"
+    return "" if end.signal is not None else f"the launch ended with exit status {end.code}: {end.reason}"
 
 
 def _check_ends(record: RunRecord, found: Judgement) -> None:
