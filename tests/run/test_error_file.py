@@ -8,9 +8,12 @@ import errno
 import http.client
 import json
 import os
+import runpy
 import socket
 import ssl
+import sysconfig
 import urllib.error
+from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
 from unittest.mock import Mock
@@ -32,10 +35,12 @@ from titan_ft.replica.errors import (
     LighthouseError,
     RankSilentError,
 )
+from titan_ft.run import error_file
 from titan_ft.run.error_file import (
     FILE_ENV,
     beside,
     claim_file,
+    find_where,
     is_network_error,
     is_transient,
     kind_of,
@@ -65,6 +70,40 @@ def test_what_is_written_is_read(path: Path) -> None:
     failure = ProcessFailure(0, 1, 1, str(path))
     assert failure.timestamp == int(read.time)
     assert "in test_what_is_written_is_read" in failure.message["extraInfo"]["py_callstack"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("write", [write_error, get_error_handler().record_exception])
+def test_the_line_to_look_at(path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Exception], None]) -> None:
+    """A traceback is named by the user's own line that is nearest to the exception, below the working folder."""
+    monkeypatch.chdir(path.parent)
+    code = "import json\n\ndef forward(text):\n    return json.loads(text)\n"
+    Path("models").mkdir()
+    Path("models/mybug.py").write_text(code, encoding="utf-8")
+    forward = runpy.run_path(str(path.parent / "models" / "mybug.py"))["forward"]
+    try:
+        forward("{")
+    except ValueError as error:
+        write(error)
+    read = read_error(path)
+    assert read is not None
+    assert read.where == "models/mybug.py:4"
+
+
+def test_the_line_to_look_at_elsewhere() -> None:
+    """Without code of the user's it is the library's line; of chained exceptions the last one counts."""
+    package = Path(sysconfig.get_path("purelib")) / "datasets" / "load.py"
+    own = Path(error_file.__file__).parents[1] / "trainer.py"
+    frames = [
+        f'  File "{file}", line {number}, in f\n    f()\n' for number, file in enumerate((own, package, json.__file__))
+    ]
+    text = f"Traceback (most recent call last):\n{''.join(frames)}ConnectionError: no route\n"
+    assert find_where(text) == "datasets/load.py:1"
+    raised = 'Traceback (most recent call last):\n  File "/home/me/mybug.py", line 7, in f\nValueError: x\n'
+    assert find_where(f"{raised}\nDuring handling of the above exception, another one occurred:\n\n{text}") == (
+        "datasets/load.py:1"
+    )
+    assert find_where(f"{text}\n{raised}") == "/home/me/mybug.py:7"
+    assert find_where("RuntimeError: no traceback") == ""
 
 
 def test_torchs_own_file_is_read(path: Path) -> None:

@@ -83,6 +83,7 @@ class WorkerExit:
             event.log = str(log)
         if self.error is not None:
             event.error = self.error.text
+            event.where = self.error.where or None
         if self.failed:
             event.transient = disturbed or (self.error is not None and self.error.transient) or None
         return event

@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import re
+import sysconfig
 import time
 import traceback
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ _IN_LOADER_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process")
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
 _GLOO = re.compile(r"gloo/.*(Connection|Timed out|timeout|Broken pipe|Socket closed)", re.IGNORECASE | re.DOTALL)
 """What Gloo says of a lost peer; it raises a plain RuntimeError."""
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^[ |]+File "(.+)", line (\d+)', re.MULTILINE)
 _ADDRESSES_AND_NUMBERS = re.compile(r"0x[0-9a-f]+|\b(?=\w*\d)[0-9a-f]{6,}\b|\btmp\w+|\d+(?:\.\d+)*", re.IGNORECASE)
 
 
@@ -90,6 +93,8 @@ class WorkerError:
     """Unix seconds."""
     network: bool = False
     """Whether it may go because a network, a file server or the lighthouse answers again."""
+    where: str = ""
+    """File and line that raised it, as `find_where` names them; empty if its traceback does not say."""
 
     @property
     def kind(self) -> str:
@@ -155,8 +160,32 @@ def parse_error(message: object) -> WorkerError | None:
         case {"message": str(text), "extraInfo": dict(more)}:
             when = float(more.get("time") or more.get("timestamp") or 0.0)
             transient, network = more.get("transient") is True, more.get("network") is True
-            return WorkerError(_first_line(text), transient, when, network)
+            where = find_where(str(more.get("py_callstack", "")))
+            return WorkerError(_first_line(text), transient, when, network, where)
     return None
+
+
+def find_where(traceback_text: str) -> str:
+    """Return file and line of a traceback that a person looks at first, such as "mybug.py:15"; empty without any.
+
+    That is the innermost frame of the user's own code; without one the innermost frame of an installed
+    package that is not this one, else the innermost frame of all. Of chained exceptions the last one counts.
+    """
+    last = traceback_text.rpartition(_TRACEBACK)[2]
+    frames = [(Path(file), line) for file, line in _FRAME.findall(last) if not file.startswith("<")]
+    if not frames:
+        return ""
+    libraries = [Path(path) for path in {sysconfig.get_path(name) for name in ("purelib", "platlib")}]
+    own, standard = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
+    installed = [frame for frame in frames if any(frame[0].is_relative_to(path) for path in libraries)]
+    installed = [frame for frame in installed if not frame[0].is_relative_to(own)]
+    others = [frame for frame in frames if frame not in installed and not frame[0].is_relative_to(own)]
+    users = [frame for frame in others if not frame[0].is_relative_to(standard)]
+    file, line = (users or installed or frames)[-1]
+    for folder in (*libraries, Path.cwd()):
+        if file.is_relative_to(folder):
+            return f"{file.relative_to(folder)}:{line}"
+    return f"{file}:{line}"
 
 
 def is_transient(error: BaseException) -> bool:

@@ -571,6 +571,9 @@ class WorkerExited(GroupEvent, kw_only=True):
     # true where the reason may go by itself (a network, a lighthouse, other groups), or a fault was injected into the
     # attempt
     transient: bool | None = None
+    # file and line that raised the exception: of the user's code, else of the library nearest to it; a path below the
+    # working folder or the installed packages is given from there. Not in older histories
+    where: str | None = None
     log: str | None = None  # path of its log, where it failed of itself
     host: str | None = None  # name of its host, Slurm's where it has one; not in older histories
 
