@@ -87,14 +87,16 @@ class RunRecord:
     Args:
         events: of all processes.
         cut: names of the files whose writers had more to write than there is (see `run/appender.py`).
+        goes_on: whether the run went on when its events were read, so that more of them follow.
 
     Attributes:
         written: the events as their processes wrote them, in the order of their wall clocks.
     """
 
-    def __init__(self, events: Iterable[ev.Event], cut: Iterable[str] = ()) -> None:
+    def __init__(self, events: Iterable[ev.Event], cut: Iterable[str] = (), *, goes_on: bool = False) -> None:
         self.written = sorted(events, key=lambda event: event.time)
         self.cut = tuple(cut)
+        self.goes_on = goes_on
         self.views: dict[Callable[..., Any], Any] = {}
 
     @classmethod

@@ -1,0 +1,243 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The outcome of a run: what its headline says, which groups it lost, and why."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from titan_ft.history.fold import fold_events
+from titan_ft.history.outcome import Outcome, decide_outcome, find_outcome
+from titan_ft.history.record import RunRecord
+from titan_ft.run.events import STOPPED_BY_SIGNAL
+
+BOOM = {"reason": "rank 0 ended with exit status 1", "signal": None, "code": 1, "error": "RuntimeError: boom"}
+BOOM |= {"where": "mybug.py:15", "log": "logs/replica-1/attempt-0/rank-0.log"}
+
+
+def outcome(run: Any, *, goes_on: bool = False) -> Outcome:
+    return find_outcome(RunRecord(run.events, goes_on=goes_on))
+
+
+def started(synthetic_run: Any, steps: int = 0, num_groups: int = 2, **config: Any) -> Any:
+    run = synthetic_run(num_groups, steps=40, **config)
+    run.begin()
+    run.steps(steps)
+    return run
+
+
+def end_launch(run: Any, code: int, reason: str, after: float = 0.0) -> None:
+    run.now += after
+    run.tell("launch_finished", 1, code=code, reason=reason)
+
+
+def without_launcher(run: Any) -> None:
+    run.events = [event for event in run.events if not event.name.startswith("launch_")]
+
+
+def test_finished(good_run: Any) -> None:
+    """A run that recovered from all its failures is green, in whatever order its events are read."""
+    random.Random(0).shuffle(good_run.events)
+    found = outcome(good_run)
+    assert (found.kind, found.colour, found.lost, found.reason) == ("finished", "green", (), None)
+    assert found.headline == f"Finished at step {good_run.step_number}"
+
+
+def test_finished_without_a_group(synthetic_run: Any) -> None:
+    """A group that is given up while the others finish is named first, with its last step and the exception."""
+    run = started(synthetic_run, 7)
+    run.exit(1, **BOOM)
+    told = {"rank": 0, "reason": "the same exception 3 times", "log": "", "error": "RuntimeError: boom"}
+    run.tell("replica_gave_up", 11, replica=1, attempt=0, **told)
+    run.steps(33, [0])
+    run.num_groups = 1
+    run.finish()
+    run.named("launch_finished")[0].code = 1
+    found = outcome(run)
+    why = "RuntimeError: boom, rank 0, mybug.py:15"
+    assert found.headline == f"Finished at step 40 without group 1, lost since step 7: {why}"
+    (lost,) = found.lost
+    assert lost.reason is not None
+    assert (found.kind, found.colour, lost.slot, lost.reason.step) == ("finished", "amber", 1, 7)
+    assert found.to_dict()["lost"][0]["reason"]["where"] == "mybug.py:15"
+
+
+def test_a_group_that_fell_silent_is_lost(synthetic_run: Any) -> None:
+    """A group whose supervisor died with it has no last event: where its launch failed, it is lost."""
+    run = started(synthetic_run, 7)
+    run.steps(3, [0])
+    run.num_groups = 1
+    run.finish()
+    run.named("launch_finished")[0].code = 1
+    assert outcome(run).headline == "Finished at step 10 without group 1, lost since step 7: no event says why"
+    run.named("launch_finished")[0].code = 0  # its agent says that it ended well
+    assert outcome(run).headline == "Finished at step 10"
+
+
+def test_groups_without_a_launcher(synthetic_run: Any) -> None:
+    """What became of groups that were started by hand follows from their own events."""
+    run = started(synthetic_run, 7)
+    without_launcher(run)
+    assert outcome(run).headline == "No word of its end, its groups are gone: last at step 7 of 40"
+    assert outcome(run).colour == "amber"
+    assert outcome(run, goes_on=True).headline == "Running: at step 7 of 40"
+    run.steps(30, [0])
+    assert outcome(run, goes_on=True).lost == ()  # it may be back any moment
+    run.steps(40, [0])
+    (lost,) = outcome(run, goes_on=True).lost
+    assert (lost.slot, lost.since_step, lost.reason) == (1, 7, None)
+    run.num_groups = 1
+    run.finish()
+    without_launcher(run)
+    found = outcome(run)
+    assert found.headline == "Finished at step 40 without group 1, lost since step 7: no event says why"
+    assert found.colour == "amber"
+
+
+def test_groups_that_left(synthetic_run: Any) -> None:
+    """Groups without a launcher that all left were stopped by whoever asked them."""
+    run = started(synthetic_run, 7)
+    for group in (0, 1):
+        run.of("drained", group, step=7, reason="SIGTERM", in_order=True, digest=None, lineage=run.state)
+    without_launcher(run)
+    found = outcome(run)
+    assert (found.kind, found.headline) == ("stopped", "Stopped by SIGTERM at step 7 of 40")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "by"),
+    [
+        (1, STOPPED_BY_SIGNAL, "a signal"),
+        (130, "stopped by Ctrl-C", "Ctrl-C"),
+        (143, "stopped by SIGTERM", "SIGTERM"),
+        (0, "all groups left when the time was up", "--minutes"),
+    ],
+)
+def test_stopped(synthetic_run: Any, code: int, reason: str, by: str) -> None:
+    """A run that somebody stopped is amber, whatever its exit status, and says who; no group is lost."""
+    run = started(synthetic_run, 7)
+    run.tell("launch_stopping", 1, reason="a signal", drain_seconds=25.0)
+    run.exit(0, stopped=True)
+    end_launch(run, code, reason)
+    found = outcome(run)
+    assert (found.kind, found.colour, found.lost, found.stopped_by) == ("stopped", "amber", (), by)
+    assert found.headline == f"Stopped by {by} at step 7 of 40"
+
+
+def test_failed(synthetic_run: Any) -> None:
+    """The exception that ended the run comes first, not the ends that followed from it."""
+    run = started(synthetic_run, 11)
+    run.exit(0, signal="SIGABRT", reason="rank 0 was killed by SIGABRT")
+    run.exit(1, **BOOM)
+    end_launch(run, 1, "all groups end with RuntimeError: boom", after=2.0)
+    found = outcome(run)
+    assert (found.kind, found.colour, found.lost) == ("failed", "red", ())
+    assert found.headline == "Failed at step 12 of 40: RuntimeError: boom, rank 0 of group 1, mybug.py:15"
+    assert found.reason is not None
+    assert (found.reason.attempt, found.reason.step, found.reason.log) == (0, 11, BOOM["log"])
+
+
+def test_a_later_cause(synthetic_run: Any) -> None:
+    """A run that its lighthouse ended did not fail of what a group had recovered from, or died of long before."""
+    run = started(synthetic_run, 5)
+    run.exit(1, **BOOM)
+    run.steps(90, [0])
+    end_launch(run, 1, "the lighthouse ended 3 times (SIGKILL)")
+    assert outcome(run).headline == "Failed at step 40 of 40: the lighthouse ended 3 times (SIGKILL)"
+
+
+def test_never_began(synthetic_run: Any) -> None:
+    """Without a step the reason is the headline, also where somebody stopped the run that could not begin."""
+    run = started(synthetic_run)
+    offline = {"error": "ConnectionError: no route", "where": "datasets/load.py:7", "transient": True}
+    run.exit(0, **{**BOOM, **offline})
+    why = "ConnectionError: no route, rank 0 of group 0, datasets/load.py:7"
+    assert outcome(run, goes_on=True).headline == f"Running: no step yet: {why}"
+    assert outcome(run).headline == f"No step, and the launcher is gone: {why}"
+    run.tell("launch_stopping", 1, reason="a signal", drain_seconds=25.0)
+    end_launch(run, 130, "stopped by Ctrl-C")
+    assert outcome(run).headline == f"Never began: {why}; stopped by Ctrl-C"
+    assert (outcome(run).kind, outcome(run).colour) == ("never began", "red")
+
+
+def test_stopped_before_the_first_step(synthetic_run: Any) -> None:
+    """Whoever stops a run early has not seen it fail."""
+    run = started(synthetic_run)
+    run.tell("launch_stopping", 1, reason="a signal", drain_seconds=25.0)
+    end_launch(run, 130, "stopped by Ctrl-C")
+    assert outcome(run).headline == "Stopped by Ctrl-C before the first step"
+
+
+def test_the_launcher_is_gone(synthetic_run: Any) -> None:
+    """A launcher that was killed leaves no word; while it holds the run's folder, the run goes on."""
+    run = started(synthetic_run, 7)
+    assert (outcome(run, goes_on=True).kind, outcome(run, goes_on=True).colour) == ("running", "green")
+    assert outcome(run).headline == "No word of its end, the launcher is gone: last at step 7 of 40"
+    end_launch(run, 1, STOPPED_BY_SIGNAL)
+    assert outcome(run, goes_on=True).kind == "failed"  # the lock on the folder lasts a moment longer
+
+
+def test_another_launch_begins_anew(good_run: Any) -> None:
+    """A run that was resumed has the outcome of its latest launch."""
+    steps = good_run.step_number
+    good_run.begin()
+    assert outcome(good_run, goes_on=True).headline == "Running: no step yet"
+    good_run.step([0, 1, 2])
+    good_run.tell("launch_stopping", 1, reason="its time is up", drain_seconds=25.0)
+    end_launch(good_run, 0, "all groups left when the time was up")
+    assert outcome(good_run).headline == f"Stopped by --minutes at step {steps + 1}"
+
+
+def test_rounds(synthetic_run: Any) -> None:
+    """Of rounds of several steps the headline names torchtitan's step, as `training.steps` counts them."""
+    run = started(synthetic_run, 3, semi_sync_method="diloco", sync_steps=10)
+    assert outcome(run, goes_on=True).headline == "Running: at step 30 of 40"
+
+
+def test_failures(good_run: Any) -> None:
+    """A group that dies has failed once, however many of its ranks end; one whose gradient is left out has not."""
+    fold = fold_events(RunRecord(good_run.events).events)
+    (failure,) = fold.failures
+    assert (failure.slot, failure.attempt, failure.died, failure.away) == (2, 0, True, True)
+    back = min(event.time for event in good_run.named("step_committed", replica=2, attempt=1) if event.own_tokens)
+    assert failure.back == back
+
+
+def test_a_living_group_that_drops_out(synthetic_run: Any) -> None:
+    """A group that the others go on without has failed, although it lives; one that left because it was asked has not.
+
+    A group that dies while it is away has failed once.
+    """
+    run = started(synthetic_run, 3, num_groups=3)
+    run.steps(2, [0, 1])
+    run.steps(2, [0, 1, 2])
+    run.steps(2, [0, 1])
+    run.exit(2)
+    run.of("drained", 1, step=9, reason="SIGTERM", in_order=True, digest=None, lineage=run.state)
+    run.steps(2, [0])
+    first, second = fold_events(run.events).failures
+    assert (first.slot, first.died, second.slot, second.died, second.back) == (2, False, 2, True, None)
+    assert first.back is not None
+
+
+def test_an_exchange_that_broke(synthetic_run: Any) -> None:
+    """An exchange that is repeated with the same groups is one failure, of which no group was away."""
+    run = started(synthetic_run, 3)
+    for group in (0, 1):
+        run.of("exchange_failed", group, error="closed", seconds=0.1, step=3)
+    run.steps(2, num_exchanges=2)
+    (failure,) = fold_events(run.events).failures
+    assert (failure.slot, failure.away) == (None, False)
+
+
+def test_all_groups_leave(synthetic_run: Any) -> None:
+    """Groups that are all asked to leave make their last step one after the other: none of them failed."""
+    run = started(synthetic_run, 3)
+    run.tell("launch_stopping", 1, reason="a signal", drain_seconds=25.0)
+    run.step([0])
+    fold = fold_events(run.events)
+    assert fold.failures == []
+    assert decide_outcome(fold, goes_on=True).stopped_by == ""

@@ -1,0 +1,293 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The one fold of a run's events: each event once, in order of time, and what is known of the run after it.
+
+The views of a run ask it instead of inferring by themselves: its outcome (`titan_ft.history.outcome`), its failures
+(`titan_ft.history.incidents`), and the groups that are lost. The fold needs no end of the run, so a view of a run
+that goes on feeds it with each new event.
+
+A *failure* is a group that dropped out of the job's exchanges without having been asked to leave, or an exchange that
+broke although no group dropped out:
+
+- a worker of the group ended by itself, and with it the group's attempt;
+- or the group lived and the others committed a step without it, in which it should have been: it was silent, out of
+  reach, or it fell behind and had to heal. A step that leaves the group's gradient out because it is not finite is no
+  such step;
+- or an exchange broke and was repeated with the same groups.
+
+Each counts once, from the moment the group drops out until it contributes again. An injected fault that does none of
+this, such as one that slows a rank down, is a fault and no failure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_ft.history.unit import STEP, Unit
+from titan_ft.run import events as ev
+
+GroupState = Literal["not started", "starting", "training", "died", "given up", "left", "finished"]
+ENDED: tuple[GroupState, ...] = ("left", "finished")
+"""A group in one of these states ended in order."""
+MAX_STATES_REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why the workers of a group, or a run, ended."""
+
+    text: str
+    """ "RuntimeError: boom", "killed by SIGKILL", "exit status 7"."""
+    slot: int | None = None
+    rank: int | None = None
+    attempt: int | None = None
+    step: int | None = None
+    """The group's last committed step before; None before its first."""
+    where: str = ""
+    """File and line of the user's code that raised the exception, such as "mybug.py:15"; empty if unknown."""
+    log: str = ""
+    """Path of the rank's log, as the events name it; empty if they do not."""
+    time: float = 0.0
+    """Unix seconds."""
+    transient: bool = False
+    """Whether the same start may succeed later, or a fault was injected into the attempt."""
+    exception: bool = False
+    """Whether it is an exception, and no signal or exit status."""
+
+    def describe(self) -> str:
+        """Return it in one line: what, on which rank of which group, at which line."""
+        place = "" if self.slot is None else f"group {self.slot}"
+        if place and self.rank is not None:
+            place = f"rank {self.rank} of {place}"
+        return ", ".join(part for part in (self.text, place, self.where) if part)
+
+
+@dataclass
+class Failure:
+    """A failure as the events show it; see this module."""
+
+    slot: int | None
+    """The group that dropped out; None where an exchange broke and all groups were in its repetition."""
+    attempt: int
+    time: float
+    """Unix seconds of its first sign: an exit, a commit of the others without the group, a broken exchange."""
+    died: bool = False
+    """Whether a worker of the group ended by itself."""
+    away: bool = True
+    """Whether the group was missing from steps, or its workers ended."""
+    back: float | None = None
+    """Unix seconds of the commit to which it contributed again; None if it has not yet."""
+
+
+@dataclass
+class GroupFold:
+    """What is known of one group."""
+
+    slot: int
+    state: GroupState = "not started"
+    attempt: int = 0
+    step: int | None = None
+    """The last step, or round, that it committed, in whichever attempt."""
+    last: float = 0.0
+    """Unix seconds of its last event, whoever wrote it."""
+    reason: Reason | None = None
+    """Why its last attempt that failed did; None once the group contributes again."""
+    num_ends: int = 0
+    """Attempts that failed since it last contributed to a step."""
+    left_because: str = ""
+    """Who asked it to leave."""
+    contributes: bool = False
+    """Whether it contributed to the last step that it committed, and neither ended nor dropped out since."""
+    failure: Failure | None = None
+    """The failure that it has not come back from yet."""
+
+
+class RunFold:
+    """What is known of a run; see this module. Another launch in the same folder begins it anew.
+
+    Attributes:
+        failures: of all launches, in the order in which they showed.
+        step: the last commit of the latest launch: a step, or a round; None before the first.
+        target: torchtitan's step that is to be the last one; None if unknown.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[Failure] = []
+        self._begin(0)
+
+    def _begin(self, num_groups: int) -> None:
+        self.groups = {slot: GroupFold(slot) for slot in range(num_groups)}
+        self.launched = False
+        self.launch_end: ev.LaunchFinished | None = None
+        self.stopping: ev.LaunchStopping | None = None
+        self.step: int | None = None
+        self.target: int | None = None
+        self.unit: Unit = STEP
+        self.last = 0.0
+        self._seen: dict[tuple[int, str], None] = {}
+        """Commits that are known, by step and lineage: each group announces its own."""
+        self._excluded: dict[int, set[int]] = defaultdict(set)
+        """Groups whose gradients are left out, by step."""
+        self._broken: dict[int, float] = {}
+        """Unix seconds of the first broken exchange of each step that is not committed yet."""
+
+    def observe(self, event: ev.Event) -> None:
+        """Take the next event."""
+        match event:
+            case ev.LaunchStarted():
+                self._begin(event.replicas)
+                self.launched = True
+            case ev.LaunchStopping():
+                self.stopping = event
+            case ev.LaunchFinished():
+                self.launch_end = event
+        self.last = max(self.last, event.time)
+        if event.replica is None or isinstance(event, ev.FaultEvent):
+            return
+        self._add_groups(event.replica, event)
+        group = self.groups[event.replica]
+        if (event.attempt or 0) < group.attempt:
+            return
+        group.last = max(group.last, event.time)
+        if isinstance(event, ev.GroupEvent):
+            self._take_event_of_agent(group, event)
+        else:
+            self._take_event_of_worker(group, event)
+
+    def _add_groups(self, slot: int, event: ev.Event) -> None:
+        """Add groups that no launcher has announced."""
+        found = {slot}
+        if isinstance(event, ev.WorkerStarted) and event.config is not None:
+            found.update(range(event.config.group_size))
+            self.target, self.unit = event.config.steps or None, Unit.of(event.config)
+        for missing in sorted(found - self.groups.keys()):
+            self.groups[missing] = GroupFold(missing)
+
+    def _take_event_of_agent(self, group: GroupFold, event: ev.GroupEvent) -> None:
+        match event:
+            case ev.WorkerExited():
+                self._take_exit(group, event)
+            case ev.ReplicaRestarted() | ev.SpareTookOver():
+                group.state, group.attempt = "starting", event.attempt
+            case ev.ReplicaGaveUp():
+                group.state = "given up"
+                if group.reason is None:
+                    group.reason = Reason(
+                        event.error or event.reason,
+                        group.slot,
+                        event.rank,
+                        event.attempt,
+                        group.step,
+                        log=event.log,
+                        time=event.time,
+                    )
+
+    def _take_exit(self, group: GroupFold, event: ev.WorkerExited) -> None:
+        if event.stopped or event.attempt < group.attempt or group.state in ("died", "given up", "left"):
+            return
+        if event.cause is None:
+            if event.rank == 0:  # its own last event may be missing, as on a full disk
+                group.state = "finished"
+            return
+        group.state, group.attempt = "died", event.attempt
+        group.reason = reason_of(event, group.step)
+        group.num_ends += 1
+        self._drop_out(group, event.time, died=True)
+
+    def _take_event_of_worker(self, group: GroupFold, event: ev.Event) -> None:
+        if isinstance(event, ev.Drained):  # whichever rank is first: the others go on without the group
+            group.state, group.left_because = "left", event.reason
+            group.contributes = False
+        elif isinstance(event, ev.GradientExcluded):
+            self._excluded[event.step].update(event.slots)
+        elif isinstance(event, ev.ExchangeFailed):
+            self._broken.setdefault(event.step + 1, event.time)
+        if event.rank != 0:
+            return
+        match event:
+            case ev.WorkerStarted():
+                group.state, group.attempt = "starting", event.attempt
+            case ev.StepCommitted():
+                group.step = event.step
+                if group.state in ("not started", "starting", "training"):
+                    group.state = "training"
+                self._take_step(event)
+            case ev.TrainingFinished() | ev.CameTooLate():
+                group.state, group.step = "finished", event.step
+
+    def _take_step(self, event: ev.StepCommitted) -> None:
+        """Take a commit. The first one of a state says which groups took part, a group's own that it is back."""
+        own = self.groups[event.replica]
+        if event.contributed and event.step >= (self.step or 0) and own.state == "training":
+            self._come_back(own, event)
+        key = (event.step, event.lineage)
+        if key in self._seen:
+            return
+        self._seen[key] = None
+        if len(self._seen) > MAX_STATES_REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        self.step = event.step
+        excluded, broken = self._excluded.pop(event.step, set()), self._broken.pop(event.step, None)
+        if self.stopping is not None:
+            return  # all groups leave now, one a step later than another
+        missing = [g for g in self.groups.values() if g.contributes and g.slot not in event.participants]
+        for group in missing:
+            if group.slot not in excluded:
+                self._drop_out(group, event.time)
+        # An exchange breaks as well where a group dies or leaves, or where one is still away.
+        explained = missing or any(group.failure or group.state in ("left", "died") for group in self.groups.values())
+        if broken is not None and not explained:
+            self.failures.append(Failure(None, event.attempt, broken, away=False, back=event.time))
+
+    def _drop_out(self, group: GroupFold, time: float, *, died: bool = False) -> None:
+        """Note a failure of a group; one that is away already, and dies only now, has failed once."""
+        group.contributes = False
+        before = group.failure
+        if before is not None and not (died and before.died):
+            before.died = before.died or died
+            return
+        group.failure = Failure(group.slot, group.attempt, time, died=died)
+        self.failures.append(group.failure)
+
+    def _come_back(self, group: GroupFold, event: ev.StepCommitted) -> None:
+        """Note that a group contributed to a step."""
+        group.contributes, group.reason, group.num_ends = True, None, 0
+        if group.failure is not None:
+            group.failure.back, group.failure = event.time, None
+
+    @property
+    def ended(self) -> bool:
+        """Whether every group ended in order or is given up; False without any group."""
+        return bool(self.groups) and all(g.state in (*ENDED, "given up") for g in self.groups.values())
+
+
+def fold_events(events: Iterable[ev.Event]) -> RunFold:
+    """Return the fold of events that are in order of time."""
+    fold = RunFold()
+    for event in events:
+        fold.observe(event)
+    return fold
+
+
+def reason_of(event: ev.WorkerExited, step: int | None) -> Reason:
+    """Return why a worker ended that ended by itself.
+
+    Args:
+        step: the last one that its group had committed.
+    """
+    text = event.error or (f"killed by {event.signal}" if event.signal else f"exit status {event.code}")
+    return Reason(
+        text,
+        event.replica,
+        event.rank,
+        event.attempt,
+        step,
+        where=event.where or "",
+        log=event.log or "",
+        time=event.time,
+        transient=bool(event.transient),
+        exception=event.error is not None,
+    )

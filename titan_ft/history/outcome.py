@@ -1,0 +1,227 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The outcome of a run: whether it finished, why it failed, who stopped it, and which groups it lost; pure.
+
+`check`, `report`, its page and `top` begin with it, so that all of them say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from titan_ft.history.fold import ENDED, GroupFold, Reason, RunFold, fold_events
+from titan_ft.history.notes import name_groups
+from titan_ft.history.record import RunRecord, view
+from titan_ft.run import events as ev
+
+Kind = Literal["running", "finished", "stopped", "failed", "never began", "no word"]
+"""Where the launcher is gone without a word, or the history ends without one, the kind is "no word"."""
+Colour = Literal["green", "amber", "red"]
+
+SAME_END_SECONDS = 60.0
+"""Groups that end within this time end of one cause: one raises an exception, the others miss it."""
+MISSED_SECONDS = 60.0
+"""A group without a launcher that the others have trained without for so long, and that has no event since, is lost."""
+_SIGNALS = {129: "a closed terminal (SIGHUP)", 130: "Ctrl-C", 143: "SIGTERM"}
+"""What stopped a launch, by its exit status."""
+
+
+@dataclass(frozen=True)
+class LostGroup:
+    """A group that is gone for good: it neither finished nor left, and it is not started again."""
+
+    slot: int
+    since_step: int | None
+    """torchtitan's step that it committed last; None if it made none."""
+    reason: Reason | None
+    """None where no event says why."""
+
+    def describe(self) -> str:
+        """Return it in one line, to stand after "without" or "lost"."""
+        since = "before its first step" if self.since_step is None else f"since step {self.since_step}"
+        why = "no event says why" if self.reason is None else _why_lost(self.reason)
+        return f"group {self.slot}, lost {since}: {why}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run."""
+
+    kind: Kind
+    headline: str
+    """In one line, such as "Failed at step 12 of 40: RuntimeError: boom, rank 0 of group 0, mybug.py:15"."""
+    step: int
+    """torchtitan's step after the last commit; 0 before the first."""
+    steps: int | None
+    """`training.steps`; None if unknown."""
+    lost: tuple[LostGroup, ...]
+    reason: Reason | None
+    """Why it failed, or why it does not begin; None otherwise."""
+    stopped_by: str
+    """Who stopped it: "Ctrl-C", "SIGTERM", "--minutes"; empty if nobody did, or nobody knows."""
+    colour: Colour
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain dictionaries, lists and numbers, for JSON."""
+        return asdict(self) | {"lost": [asdict(group) for group in self.lost]}
+
+
+@view
+def fold_of(record: RunRecord) -> RunFold:
+    """Return the fold of a record's events."""
+    return fold_events(record.events)
+
+
+@view
+def find_outcome(record: RunRecord) -> Outcome:
+    """Return what became of a run."""
+    return decide_outcome(fold_of(record), goes_on=record.goes_on)
+
+
+def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
+    """Return what became of a run, or what is known of it so far.
+
+    Args:
+        goes_on: whether its launcher lives, or, without a launcher, its groups do.
+    """
+    kind = _find_kind(fold, goes_on=goes_on)
+    reason = None
+    if kind in ("failed", "never began") or (kind in ("running", "no word") and fold.step is None):
+        reason = _decisive_reason(fold)
+    lost = tuple(_lost_groups(fold, kind))
+    by = _stopped_by(fold) if kind == "stopped" or fold.stopping is not None else ""
+    step = 0 if fold.step is None else fold.unit.step_after(fold.step)
+    return Outcome(
+        kind=kind,
+        headline=_headline(fold, kind, step, lost, reason, by),
+        step=step,
+        steps=fold.target,
+        lost=lost,
+        reason=reason,
+        stopped_by=by,
+        colour=_colour(kind, lost),
+    )
+
+
+def _find_kind(fold: RunFold, *, goes_on: bool) -> Kind:
+    end, states = fold.launch_end, [group.state for group in fold.groups.values()]
+    over = end is not None if fold.launched else fold.ended or not goes_on
+    if not over:
+        return "running" if goes_on else "no word"
+    if "finished" in states:
+        return "finished"
+    if end is None:
+        return _kind_without_launcher(fold)
+    if fold.stopping is not None:
+        # A run whose workers died again and again before the first step came to nothing, whoever ended it.
+        return "never began" if fold.step is None and _decisive_reason(fold) is not None else "stopped"
+    if end.code == 0:
+        return "finished" if not states or fold.step is not None else "no word"
+    return "failed" if fold.step is not None else "never began"
+
+
+def _kind_without_launcher(fold: RunFold) -> Kind:
+    """Return what became of groups that were started one by one, of which none finished."""
+    states = {group.state for group in fold.groups.values()} - {"not started"}
+    if "left" in states and states <= {"left", "given up", "died"}:
+        return "stopped"
+    if states == {"given up"}:
+        return "failed" if fold.step is not None else "never began"
+    return "no word"
+
+
+def _decisive_reason(fold: RunFold) -> Reason | None:
+    """Return why the last groups ended; without any, what the launcher said.
+
+    Of ends at about the same time the exception that does not go by itself comes first: the others follow from it.
+    """
+    reasons = [group.reason for group in fold.groups.values() if group.reason is not None]
+    end = fold.launch_end
+    latest = max((reason.time for reason in reasons), default=0.0)
+    if end is not None and end.code and fold.stopping is None and latest < end.time - SAME_END_SECONDS:
+        return Reason(end.reason, time=end.time)  # as when the lighthouse failed
+    together = [reason for reason in reasons if reason.time >= latest - SAME_END_SECONDS]
+    return min(together, key=lambda one: (not one.exception, one.transient, one.time), default=None)
+
+
+def _lost_groups(fold: RunFold, kind: Kind) -> list[LostGroup]:
+    return [
+        LostGroup(group.slot, None if group.step is None else fold.unit.step_after(group.step), group.reason)
+        for group in fold.groups.values()
+        if _is_lost(fold, group, kind)
+    ]
+
+
+def _is_lost(fold: RunFold, group: GroupFold, kind: Kind) -> bool:
+    """Tell whether a group is gone for good."""
+    if group.state in ENDED:
+        return False
+    if group.state == "given up":
+        return True
+    end = fold.launch_end
+    if kind == "finished":
+        # The launcher ends well only if all agents did: a group that was still coming back is not lost then.
+        return end is None or end.code != 0
+    if fold.launched or kind not in ("running", "stopped"):
+        return False
+    return group.failure is not None and fold.last - group.last > MISSED_SECONDS
+
+
+def _stopped_by(fold: RunFold) -> str:
+    end = fold.launch_end
+    if end is not None:
+        if end.code == 1 and end.reason == ev.STOPPED_BY_SIGNAL:
+            return "a signal"
+        return _SIGNALS.get(end.code, "--minutes")
+    if fold.stopping is not None:
+        return ""
+    last = max(fold.groups.values(), key=lambda group: group.last, default=None)
+    return "" if last is None else last.left_because
+
+
+def _headline(fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup], reason: Reason | None, by: str) -> str:
+    of = f" of {fold.target}" if fold.target else ""
+    why = "" if reason is None else f": {reason.describe()}"
+    at = f"at step {step}{of}" if fold.step is not None else "before the first step"
+    match kind:
+        case "finished":
+            text = f"Finished at step {step}{_also_left(fold)}"
+        case "stopped":
+            text = f"Stopped{f' by {by}' if by else ''} {at}"
+        case "failed":
+            return f"Failed at step {min(step + 1, fold.target or step + 1)}{of}{why}"
+        case "never began":
+            return f"Never began{why}" + (f"; stopped by {by}" if by else "")
+        case "running":
+            text = f"Running: {at}" if fold.step is not None else f"Running: no step yet{_so_far(fold, reason)}"
+        case "no word":
+            who = "the launcher is gone" if fold.launched else "its groups are gone"
+            text = f"No word of its end, {who}: last {at}" if fold.step is not None else f"No step, and {who}{why}"
+    return text if not lost else f"{text} without {'; '.join(group.describe() for group in lost)}"
+
+
+def _so_far(fold: RunFold, reason: Reason | None) -> str:
+    """Say why a run that goes on has not begun to train; empty if nothing failed."""
+    if reason is None:
+        return ""
+    ends = max(group.num_ends for group in fold.groups.values())
+    return f": {reason.describe()}" + (f", {ends} times" if ends > 1 else "")
+
+
+def _also_left(fold: RunFold) -> str:
+    """Name the groups that left a finished run before its end."""
+    left = [group for group in fold.groups.values() if group.state == "left"]
+    return f"; {name_groups([group.slot for group in left])} left before" if left else ""
+
+
+def _why_lost(reason: Reason) -> str:
+    rank = "" if reason.rank is None else f"rank {reason.rank}"
+    return ", ".join(part for part in (reason.text, rank, reason.where) if part)
+
+
+def _colour(kind: Kind, lost: Sequence[LostGroup]) -> Colour:
+    if kind in ("failed", "never began"):
+        return "red"
+    return "green" if kind in ("finished", "running") and not lost else "amber"
