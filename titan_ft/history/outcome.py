@@ -14,7 +14,6 @@ from typing import Any, Literal
 from titan_ft.history.fold import ENDED, GroupFold, Reason, RunFold, fold_events
 from titan_ft.history.notes import name_groups
 from titan_ft.history.record import RunRecord, view
-from titan_ft.run import events as ev
 
 Kind = Literal["running", "finished", "stopped", "failed", "never began", "no word"]
 """Where the launcher is gone without a word, or the history ends without one, the kind is "no word"."""
@@ -24,8 +23,8 @@ SAME_END_SECONDS = 60.0
 """Groups that end within this time end of one cause: one raises an exception, the others miss it."""
 MISSED_SECONDS = 60.0
 """A group without a launcher that the others have trained without for so long, and that has no event since, is lost."""
-_SIGNALS = {129: "a closed terminal (SIGHUP)", 130: "Ctrl-C", 143: "SIGTERM"}
-"""What stopped a launch, by its exit status."""
+_SIGNALS = {"SIGINT": "Ctrl-C", "SIGHUP": "a closed terminal"}
+"""What people call the signals that stop a launch; others by their own names."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +171,7 @@ def _is_lost(fold: RunFold, group: GroupFold, kind: Kind) -> bool:
 def _stopped_by(fold: RunFold) -> str:
     end = fold.launch_end
     if end is not None:
-        if end.code == 1 and end.reason == ev.STOPPED_BY_SIGNAL:
-            return "a signal"
-        return _SIGNALS.get(end.code, "--minutes")
+        return "--minutes" if end.signal is None else _SIGNALS.get(end.signal, end.signal)
     if fold.stopping is not None:
         return ""
     last = max(fold.groups.values(), key=lambda group: group.last, default=None)
