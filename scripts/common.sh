@@ -12,12 +12,21 @@ number() { # name, least value, value
     fi
 }
 
+become() { # module of this project, and its arguments
+    local python=${TITAN_FT_PYTHON:-$root/.venv/bin/python}
+    command -v "$python" >/dev/null || refuse "no $python; run scripts/setup_env.sh first, or set TITAN_FT_PYTHON"
+    exec "$python" -m "$@"
+}
+
 # Set the variable of each option, and `rest` to what follows a --.
 read_options() { # names of the options that have a value, names of those that have none, the script's arguments
     local valued=" ${1//[[:space:]]/ } " switches=" $2 " name
     shift 2
     while (($#)); do
-        name=${1#--}
+        name=${1%%=*} name=${name#--}
+        if [[ $1 == --*=* && $valued == *" $name "* ]]; then
+            set -- "--$name" "${1#*=}" "${@:2}"
+        fi
         case $1 in
         --help | -h) echo "$usage" && exit 0 ;;
         --) shift && break ;;

@@ -14,41 +14,126 @@ import pytest
 import tomli
 
 from titan_ft.cli import main
+from titan_ft.cluster.group import find_ranks_per_node
+from titan_ft.command_help import parse
 from titan_ft.config import FaultTolerance
 from titan_ft.data.assets import find_config
-from titan_ft.options import ALIASES, COMMANDS
+from titan_ft.options import COMMANDS
 from titan_ft.usage import example_of, find_mistake, read_options
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each with its first sentence; an alias is not one of them."""
+    """Each with its first sentence."""
     assert main(["--help"]) == 0
-    shown = re.findall(r"^  (\w+) +\S", capsys.readouterr().out, flags=re.MULTILINE)
+    shown = re.findall(r"^  (\w+(?: \w+)?)  +\S", capsys.readouterr().out, flags=re.MULTILINE)
     assert shown == list(COMMANDS)
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, *ALIASES])
-def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It names values by what they are, not by their type, and has an example that would be accepted."""
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
+        main([*name.split(), "--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     assert "None" not in shown
     assert "PATH" not in shown
-    command = {**COMMANDS, **ALIASES}[name]
+    assert max(map(len, shown.splitlines())) <= 80
+    command = COMMANDS[name]
     example = example_of(command)
-    assert " ".join(shown.split()).count(example) == 1
+    assert " ".join(shown.split()).count(f"Example: {example}") == 1
     words = example.partition(" -- ")[0].split()
-    assert words[:2] == ["titan-ft", name]
-    assert find_mistake(words[2:], read_options(command), lambda option, known: option) is None
+    own = name.split()
+    assert words[: 1 + len(own)] == ["titan-ft", *own]
+    arguments = words[1 + len(own) :]
+    assert find_mistake(arguments, read_options(command), lambda option, known: option) is None
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_also_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`titan-ft help launch` is `titan-ft launch --help`."""
+    shown = []
+    for words in (["help", *name.split()], [*name.split(), "--help"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != ""
+
+
+def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr, for nothing was done."""
+    assert main([]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "usage: titan-ft COMMAND" in printed.err
+    assert main(["help"]) == 0
+    assert capsys.readouterr().out == printed.err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all commands, by all names of an option."""
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    missing = [word for name in COMMANDS for word in name.split() if word not in script]
+    options = [option for command in COMMANDS.values() for option in read_options(command) if option.is_flag]
+    missing += [name for option in options for name in option.names if name.removeprefix("--") not in script]
+    assert missing == []
+
+
+def test_bash_completes(tmp_path: Path) -> None:
+    """What a shell offers after the script was read: the commands, then the options of one."""
+    script = subprocess.run(
+        [sys.executable, "-m", "titan_ft", "completion", "bash"], capture_output=True, text=True, check=True, timeout=60
+    )
+    (tmp_path / "complete").write_text(script.stdout)
+    ask = """source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); function=$(complete -p titan-ft)
+    function=${function##*-F }; "${function%% *}"; echo "${COMPREPLY[@]}" """
+    offered = []
+    for words in (["titan-ft", "la"], ["titan-ft", "launch", "--nproc"]):
+        command = ["bash", "-c", ask, "bash", str(tmp_path / "complete"), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        offered.append(done.stdout.split())
+    assert offered == [["launch"], ["--nproc-per-node"]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--replicas 2 --ranks-per-replica 3",
+        "--groups=2 --nproc_per_node=3",
+        "--replicas=2 --ranks-per-group 3",
+        "--groups 2 --ranks-per-node 3",
+    ],
+)
+def test_one_option_has_the_same_names_everywhere(words: str) -> None:
+    """Ours, and those of torchrun and of a cluster's scripts, with = or a space, CONFIG as an option, too."""
+    for config in (["llama3_debug"], ["--config", "llama3_debug"], ["--config=llama3_debug"]):
+        launch = parse(["launch", "--run-dir", "run", *words.split(), *config])
+        assert (launch.config, launch.replicas, launch.ranks_per_replica) == (Path("llama3_debug"), 2, 3)
+        group = parse(["group", *config, "--run-dir=run", "--group", "1", "--nnodes=1", *words.split()])
+        ranks = find_ranks_per_node(group.ranks_per_node, group.ranks_per_replica, 1)
+        assert (group.config, group.replica, group.replicas, ranks) == (Path("llama3_debug"), 1, 2, 3)
+
+
+def test_commands_of_a_cluster_load_no_torch(tmp_path: Path) -> None:
+    """A dry run of a group is there in moments."""
+    code = (
+        "import sys; from titan_ft.cli import main\n"
+        "words = 'group llama3_debug --replica 0 --ranks-per-node 1 --lighthouse http://[::1]:1 --dry-run --run-dir'\n"
+        f"assert main([*words.split(), '{tmp_path}']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours, and those of what it stands on."""
-    assert main(["--version"]) == 0
+    assert main([option]) == 0
     assert re.fullmatch(
         r"titan-ft \d\S* \(torchtitan 0\.2\.2, torchft 0\.2\.0, torch 2\.\S+\)\n", capsys.readouterr().out
     )
@@ -236,11 +321,9 @@ def test_config_without_fault_tolerance_says_so(
 
 
 def test_check_json_holds_the_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What `titan-ft audit` finds is part of the check; a history without events tells nothing in either."""
+    """What became of the batches is part of the check; a history without events tells nothing of them."""
     assert main(["check", str(tmp_path), "--json"]) == 1
     checked = json.loads(capsys.readouterr().out)
-    assert main(["audit", str(tmp_path), "--json"]) == 1
-    assert checked["audit"] == json.loads(capsys.readouterr().out)
     assert checked["verdict"] == checked["audit"]["verdict"] == "unknown"
     assert all("no events" in judgement["unknown"][0] for judgement in checked["judgements"])
 

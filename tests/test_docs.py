@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from titan_ft.chaos.faults import FAULTS
-from titan_ft.cli import _parse
+from titan_ft.command_help import parse
 from titan_ft.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +30,10 @@ PAGES = (
 PRINTED = (("docs/settings.py", "docs/settings.md"), ("docs/images/overview.py", "docs/images/overview.svg"))
 _REQUIRED = ("--replicas", "2", "--ranks-per-replica", "1", "--run-dir", "DIR")
 _PARSERS = {"scripts/explore.sh": "tests/simulation/explore.py", "scripts/bench.py": "benchmarks/command.py"}
+_RENAMED = {
+    "scripts/lighthouse.sh": "lighthouse",
+    "scripts/replica_group.sh": "group",
+}
 _SOURCES = ("titan_ft", "tests", "scripts", "benchmarks", "kubernetes")
 _WORD = r"[A-Za-z_]\w*"
 
@@ -115,11 +119,13 @@ def _complaint(words: list[str]) -> str:
     match words[:end]:
         case ["titan-ft", *own]:
             try:
-                _parse(own)
+                parse(own)
             except ConfigError as error:
                 return str(error)
-        case ["bash", "scripts/lighthouse.sh", *options]:
-            return _complaint(["titan-ft", "lighthouse", *options])
+            except SystemExit:  # it prints its help
+                return ""
+        case ["bash", script, *options] if script in _RENAMED:
+            return _complaint(["titan-ft", *_RENAMED[script].split(), *options])
         case ["bash" | "python", script, *options]:
             known = {"--help", *re.findall(r"--[\w-]+", (ROOT / _PARSERS.get(script, script)).read_text())}
             unknown = [word for word in options if re.fullmatch(r"--[\w-]+", word) and word not in known]

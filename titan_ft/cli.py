@@ -9,16 +9,25 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import tyro
-
-from titan_ft import versions
-from titan_ft.config import ConfigError, check_folder, closest
-from titan_ft.options import ALIASES, COMMANDS, Audit, Chaos, Check, Curves, Launch, Lighthouse, Report, ShowConfig, Top
+from titan_ft.command_help import complete, describe_commands, describe_version, is_command_group, parse
+from titan_ft.config import ConfigError, check_folder
+from titan_ft.options import (
+    TAKES_FLAGS,
+    Chaos,
+    Check,
+    Completion,
+    Curves,
+    Group,
+    Launch,
+    Lighthouse,
+    Report,
+    ShowConfig,
+    Top,
+)
 from titan_ft.run.appender import DISK_ERRNOS
 from titan_ft.run.output import protect_output
-from titan_ft.usage import example_of, find_mistake, read_options, refusing
 
 if TYPE_CHECKING:
     from titan_ft.history.record import RunRecord
@@ -58,11 +67,23 @@ def _print_no_more() -> None:
 def _run(argv: list[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
     own, worker_args = argv[:end], argv[end + 1 :]
-    if own and own[0] in ("-h", "--help", "--version"):
-        print(_version() if own[0] == "--version" else _help())
-        return 0
-    command = _parse(own)
-    if argv[end:] and not isinstance(command, Launch | ShowConfig):
+    match own:
+        case []:
+            print(describe_commands(), file=sys.stderr)
+            return 2
+        case ["-V" | "--version", *_]:
+            print(describe_version())
+            return 0
+        case ["-h" | "--help"] | ["help"]:
+            print(describe_commands())
+            return 0
+        case ["help", *named] | [*named, "-h" | "--help"] if is_command_group(named):
+            print(describe_commands(" ".join(named)))
+            return 0
+        case ["help", *named]:
+            own = [*named, "--help"]
+    command = parse(own)
+    if argv[end:] and not isinstance(command, TAKES_FLAGS):
         got = " ".join(argv[end:])
         raise ConfigError(f"titan-ft {own[0]} must be without torchtitan's flags, got {got!r}; it starts no workers")
     match command:
@@ -92,50 +113,14 @@ def _run(argv: list[str]) -> int:
             return write_curves(command.run_dir, command.out)
         case Report():
             return _report(command)
-        case Audit():
-            return _audit(command)
+        case Group():
+            from titan_ft.cluster.group import run_group
+
+            return run_group(command, worker_args)
+        case Completion():
+            print(complete(command.shell))
+            return 0
     raise AssertionError(f"no such command: {command}")
-
-
-def _parse(argv: list[str]) -> Any:
-    """Return what is asked for, an object of one of the classes in `options`.
-
-    Raises:
-        ConfigError: the arguments are wrong.
-    """
-    commands = ", ".join(COMMANDS)
-    if not argv:
-        raise ConfigError(f"a command must be given, one of {commands}, got nothing; see titan-ft --help")
-    name, args = argv[0], argv[1:]
-    command: type | None = {**COMMANDS, **ALIASES}.get(name)
-    if command is None:
-        hint = closest(name, list(COMMANDS))
-        raise ConfigError(f"the command must be one of {commands}, got {name!r}; {hint}see titan-ft --help")
-
-    def unknown(option: str, known: list[str]) -> str:
-        if "." in option and isinstance(command, type) and issubclass(command, Launch | ShowConfig):
-            return f"{option} must come after a --, as all of torchtitan's flags: titan-ft {name} ... -- {option}=..."
-        return f"{option} is no option of titan-ft {name}; {closest(option, known)}see titan-ft {name} --help"
-
-    return refusing(
-        lambda: tyro.cli(command, prog=f"titan-ft {name}", args=args, config=(tyro.conf.FlagCreatePairsOff,)),
-        lambda: find_mistake(args, read_options(command), unknown, example_of(command)),
-    )
-
-
-def _help() -> str:
-    lines = ["usage: titan-ft COMMAND [OPTIONS]", "", "Fault-tolerant data parallelism for torchtitan.", ""]
-    for name, command in COMMANDS.items():
-        summary = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
-        lines.append(f"  {name:10}  {summary}")
-    return "\n".join(
-        [*lines, "", "titan-ft COMMAND --help tells more of each; titan-ft --version prints the versions."]
-    )
-
-
-def _version() -> str:
-    own, *others = (f"{name} {version}" for name, version in versions().items())
-    return f"{own.replace('_', '-')} ({', '.join(others)})"
 
 
 def _launch(command: Launch, worker_args: list[str]) -> int:
@@ -237,22 +222,6 @@ def _report(command: Report) -> int:
     page = write_report(record, command.out or RunPaths(command.run_dir).report, against)
     print(f"page: {page}")
     return 0
-
-
-def _audit(command: Audit) -> int:
-    from titan_ft.history import audit
-    from titan_ft.history.terminal import show
-
-    check_folder("RUN_DIR", command.run_dir)
-    try:
-        found = audit.audit(_read(command.run_dir))
-    except ValueError as error:
-        found = audit.Audit(unknown=[str(error)])
-    if command.json:
-        print(json.dumps(found.to_dict(), indent=2))
-    else:
-        show(audit.audit_table(found))
-    return 0 if found.verdict == "holds" else 1
 
 
 def _read(run_dir: Path) -> RunRecord:

@@ -437,7 +437,7 @@ def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
             f"{TABLE}.lighthouse must be set when {TABLE}.enable is true, got nothing; "
             f"set it or the environment variable {LIGHTHOUSE_VARIABLE} to http://host:port"
         )
-    _check_lighthouse(name, address)
+    check_lighthouse(name, address)
     return address.rstrip("/")
 
 
@@ -474,7 +474,7 @@ def validate(config: Any) -> None:
         parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree, parallel.context_parallel_degree
     )
     if ft.lighthouse:
-        _check_lighthouse(f"{TABLE}.lighthouse", ft.lighthouse)
+        check_lighthouse(f"{TABLE}.lighthouse", ft.lighthouse)
     if ft.advertise_address:
         _check_advertised(ft.advertise_address)
 
@@ -636,7 +636,7 @@ def _batch_rules(config: Any) -> Iterator[Rule]:
     yield total // size % (local * degree) == 0, name, f"must be a multiple of {factors}", total, remedy
 
 
-def _check_lighthouse(name: str, address: str) -> None:
+def check_lighthouse(name: str, address: str) -> None:
     """Raise ConfigError unless the address looks like http://host:port, or file:PATH."""
     if address.startswith("file:"):
         if not address.startswith("file:/") or address.endswith("/"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -20,9 +20,17 @@ _RUN_DIR = tyro.conf.arg(metavar="RUN_DIR")
 _FLAG = tyro.conf.arg(help_behavior_hint="")
 
 
-def _unset(metavar: str, name: str | None = None) -> object:
+def _unset(metavar: str, *aliases: str, name: str | None = None) -> object:
     """Show an option that may be left out by the name of its value, not by its type "{None}|FLOAT"."""
-    return tyro.conf.arg(metavar=metavar, name=name, help_behavior_hint="")
+    return tyro.conf.arg(metavar=metavar, name=name, aliases=aliases, help_behavior_hint="")
+
+
+# The same option has the same names in every command: torchrun's and a cluster's habits are accepted, too.
+_REPLICAS = ("--groups",)
+_REPLICA = ("--group",)
+_RANKS_PER_REPLICA = ("--ranks-per-group",)
+_RANKS_PER_NODE = ("--nproc-per-node",)
+_NODES = ("--nnodes",)
 
 
 @dataclass(frozen=True)
@@ -37,14 +45,17 @@ class Launch:
 
     config: Annotated[tyro.conf.Positional[Path], _CONFIG]
     """TOML of the run, as for torchtitan: a path, or the name of one that comes with titan-ft, such as llama3_debug."""
-    replicas: int
+    replicas: Annotated[int, tyro.conf.arg(aliases=_REPLICAS)]
     """Number of replica groups; each trains on its own share of the data."""
-    ranks_per_replica: int
+    ranks_per_replica: Annotated[
+        int, tyro.conf.arg(aliases=(*_RANKS_PER_REPLICA, "--ranks-per-node", *_RANKS_PER_NODE))
+    ]
     """Number of processes of each group; with GPUs, one GPU each."""
     run_dir: Annotated[Path, _RUN_DIR]
     """Folder for logs, events and everything else of the run; it must not hold another run, except with --resume."""
     max_restarts: int = 100
-    """How often each group is started again within 24 hours before it counts as failed."""
+    """Restarts of each group before it counts as failed. A restart is forgotten when it is older than 24 hours and the
+    group contributes to a step again."""
     lighthouse_port: int = 0
     """Port of the lighthouse; 0 lets the system choose one."""
     spares: int = 0
@@ -55,8 +66,6 @@ class Launch:
     no_zygote: Annotated[bool, _FLAG] = False
     """Start each worker as a new process, which takes as long as its imports, and has their memory to itself; without
     this, workers are forks of one process that has imported everything."""
-    no_standby: Annotated[bool, _FLAG] = False
-    """Taken, and without effect: no processes are kept ready any more."""
     resume: Annotated[bool, _FLAG] = False
     """Go on from the last checkpoint of the earlier run in --run-dir. TOML, flags and numbers may differ from those of
     its latest launch where that changes neither the arithmetic nor the data."""
@@ -121,6 +130,64 @@ class Lighthouse(LighthouseSettings):
 
 
 @dataclass(frozen=True)
+class _OfGroup:
+    """What runs the processes of a group, on a cluster."""
+
+    config: Annotated[tyro.conf.Positional[Path], _CONFIG]
+    """TOML of the run: a path, or the name of one that comes with titan-ft."""
+    run_dir: Annotated[Path, _RUN_DIR]
+    """Folder of the run, on storage that all groups share: events, logs, checkpoints."""
+    no_zygote: Annotated[bool, _FLAG] = False
+    """Start each worker as a new process; without this, workers are forks of one process of each node that has imported
+    everything."""
+    max_restarts: int = 100
+    """Restarts of the group on its nodes before it counts as failed. A restart is forgotten when it is older than 24
+    hours and the group contributes to a step again."""
+    host_window: int = 3600
+    """Seconds within which --host-deaths are counted."""
+    on_host_suspected: Annotated[str, _unset("COMMAND")] = ""
+    """Command to run when a host is left, with the host and the reason as further arguments."""
+
+
+@dataclass(frozen=True)
+class Group(_OfGroup):
+    """Run one replica group by torchrun: the same command once on each of the group's nodes.
+
+    Options that are left out are taken from Slurm's environment, where there is one. What follows a -- goes to the
+    workers as torchtitan's own flags. TITAN_FT_TOKEN, a secret that all groups share, must be set unless every address
+    is on this host. The exit status is 0 when the group finished or left in order, 1 when training failed, 2 when the
+    usage or the config is wrong, 3 when the group must not come back, 4 when it should go on on another host.
+
+    Example: titan-ft group llama3_8b --replica 0 --replicas 2 --ranks-per-node 8 --lighthouse http://10.0.0.1:29510
+    --run-dir /shared/runs/1
+    """
+
+    replica: Annotated[int | None, _unset("K", *_REPLICA)] = None
+    """Number of this group, from 0; when left out, SLURM_ARRAY_TASK_ID."""
+    replicas: Annotated[int | None, _unset("N", *_REPLICAS)] = None
+    """Number of groups; when left out, SLURM_ARRAY_TASK_COUNT, else group_size of the config."""
+    lighthouse: Annotated[str, _unset("ADDRESS")] = ""
+    """Address that `titan-ft lighthouse` prints, http://HOST:PORT, or file:FILE of its --announce FILE; when left out,
+    TORCHFT_LIGHTHOUSE."""
+    ranks_per_node: Annotated[int | None, _unset("R", *_RANKS_PER_NODE)] = None
+    """Number of processes on each node; when left out, SLURM_GPUS_ON_NODE, SLURM_GPUS_PER_NODE or
+    SLURM_NTASKS_PER_NODE."""
+    ranks_per_replica: Annotated[int | None, _unset("R", *_RANKS_PER_REPLICA)] = None
+    """The same for the whole group: as many processes on all of its nodes together."""
+    nodes: Annotated[int | None, _unset("M", *_NODES)] = None
+    """Number of nodes of the group; when left out, SLURM_NNODES, else 1."""
+    rendezvous: Annotated[str, _unset("HOST:PORT", "--rdzv-endpoint")] = ""
+    """HOST:PORT where the nodes of the group meet: a free port of one of them. When left out, the first of
+    SLURM_JOB_NODELIST; a single node needs none."""
+    metrics_port: Annotated[str, _unset("[HOST:]PORT")] = ""
+    """PORT or HOST:PORT of the group's first node where Prometheus finds the group's figures."""
+    host_deaths: int = 0
+    """Leave with exit status 4 when workers of the job have died so often on this host; 0: never."""
+    dry_run: Annotated[bool, _FLAG] = False
+    """Print the command with its environment, and start nothing."""
+
+
+@dataclass(frozen=True)
 class Chaos:
     """Break a running job on purpose: one FAULT now, or a whole --plan, until that or the job ends, or Ctrl-C.
 
@@ -134,7 +201,7 @@ class Chaos:
     """The --run-dir of a running job."""
     fault: Annotated[tyro.conf.Positional[str | None], _unset("FAULT")] = None
     """A fault to inject now; see --list."""
-    replica: Annotated[int | None, _unset("REPLICA")] = None
+    replica: Annotated[int | None, _unset("K", *_REPLICA)] = None
     """Group that FAULT hits; left to chance when left out."""
     rank: Annotated[int | None, _unset("RANK")] = None
     """Rank of it that FAULT hits; left to chance when left out."""
@@ -217,19 +284,6 @@ class Report(_OfRun):
 
 
 @dataclass(frozen=True)
-class Audit(_OfRun):
-    """Find lost and repeated batches of a run in its events: promise 6 of `titan-ft check`, alone.
-
-    The exit status is 0 when every batch was trained once, 1 when some were lost or repeated or it cannot be told.
-
-    Example: titan-ft audit runs/1
-    """
-
-    json: Annotated[bool, _FLAG] = False
-    """Print all findings as JSON."""
-
-
-@dataclass(frozen=True)
 class ShowConfig:
     """Print the config that workers would train with, or the first mistake in it.
 
@@ -241,11 +295,23 @@ class ShowConfig:
 
     config: Annotated[tyro.conf.Positional[Path], _CONFIG]
     """TOML of the run: a path, or the name of one that comes with titan-ft."""
-    replicas: Annotated[int | None, _unset("REPLICAS")] = None
+    replicas: Annotated[int | None, _unset("N", *_REPLICAS)] = None
     """Resolve it as `titan-ft launch --replicas` does, which sets enable and group_size; when left out, as a worker
     of torchrun does."""
     json: Annotated[bool, _FLAG] = False
     """Print every field as JSON."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Print what lets a shell complete the commands of titan-ft and their options.
+
+    Example: titan-ft completion bash
+    """
+
+    shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]
+    """The shell: `eval "$(titan-ft completion bash)"` in ~/.bashrc; `source <(titan-ft completion zsh)` in ~/.zshrc;
+    `titan-ft completion fish | source` in fish's config."""
 
 
 COMMANDS: dict[str, type] = {
@@ -256,7 +322,10 @@ COMMANDS: dict[str, type] = {
     "report": Report,
     "curves": Curves,
     "chaos": Chaos,
+    "group": Group,
     "lighthouse": Lighthouse,
+    "completion": Completion,
 }
-ALIASES: dict[str, type] = {"audit": Audit}
-"""Kept for scripts: what they do is part of another command, and help does not list them."""
+"""By what is typed after titan-ft, which may be two words."""
+TAKES_FLAGS = (Launch, ShowConfig, Group)
+"""Commands that hand torchtitan's flags, after a --, to workers."""

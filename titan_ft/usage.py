@@ -35,12 +35,18 @@ class Option:
         name: as it is written: "--run-dir", or "RUN_DIR" for one that is told by its place.
         kind: type of its value; bool takes none.
         several: whether it takes all values up to the next option.
+        aliases: other names of the same option.
     """
 
     name: str
     kind: Any = str
     required: bool = False
     several: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
     @property
     def is_flag(self) -> bool:
@@ -87,7 +93,7 @@ def find_mistake(
         unknown: says what is wrong with an option that is none of those whose names it gets.
         example: a whole command, for who left something out.
     """
-    by_name = {option.name: option for option in options if option.is_flag}
+    by_name = {name: option for option in options if option.is_flag for name in option.names}
     places = [option for option in options if not option.is_flag]
     missing = {option.name for option in options if option.required}
     left = list(args)
@@ -134,7 +140,8 @@ def _option(name: str, hint: Any, *, required: bool) -> Option:
         kinds = [kind]
     name = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
     shown = f"--{name.replace('_', '-')}" if tyro.conf.Positional not in marks else name.upper()
-    return Option(shown, kinds[0], required, several)
+    aliases = tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
+    return Option(shown, kinds[0], required, several, aliases)
 
 
 def _is_value(word: str) -> bool:

@@ -48,13 +48,18 @@ def options(**changes: str | None) -> list[str]:
     return [word for name, value in merged.items() if value is not None for word in (f"--{name}", value)]
 
 
+def group(*arguments: str, path: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run replica_group.sh, which must end by itself, with this interpreter and this source."""
+    python = {"TITAN_FT_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    return run("replica_group.sh", "--dry-run", *arguments, path=path, **python, **environment)
+
+
 def dry_run(*arguments: str, **environment: str) -> list[str]:
     """The words of the command that replica_group.sh would run, on a host without Slurm's commands."""
     with tempfile.TemporaryDirectory() as folder:
-        for tool in ("dirname", "sed"):
-            Path(folder, tool).symlink_to(f"/usr/bin/{tool}")
+        Path(folder, "dirname").symlink_to("/usr/bin/dirname")
         environment = {"TITAN_FT_TOKEN": "secret", **environment}
-        result = run("replica_group.sh", "--dry-run", *arguments, path=folder, **environment)
+        result = group(*arguments, path=folder, **environment)
     assert result.returncode == 0, result.stderr
     return shlex.split(result.stdout)
 
@@ -122,13 +127,12 @@ def test_slurm_gives_what_is_not_named(nodelist: str, first: str) -> None:
 
 def test_a_scontrol_that_fails_is_done_without(tmp_path: Path) -> None:
     """Slurm's commands may be installed where its configuration is not: in a container of a compute node."""
-    for tool in ("dirname", "sed", "head"):
-        (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
+    (tmp_path / "dirname").symlink_to("/usr/bin/dirname")
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho scontrol: fatal: no configuration >&2\nexit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
     words = options(nodes="2", lighthouse="http://127.0.0.1:1")
     environment = {"SLURM_JOB_NODELIST": "gpu[003-004]", "SLURM_JOB_ID": "7", "TITAN_FT_TOKEN": "secret"}
-    result = run("replica_group.sh", "--dry-run", *words, path=str(tmp_path), **environment)
+    result = group(*words, path=str(tmp_path), **environment)
     assert (result.returncode, result.stderr) == (0, "")
     assert "--rdzv-endpoint=gpu003:20007" in shlex.split(result.stdout)
 
@@ -148,28 +152,39 @@ def test_arguments_win_over_slurm() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (options(config=None), "--config is missing"),
-        (options(config="/no/such.toml"), "--config must be a TOML file, got '/no/such.toml'"),
-        (options(run_dir=None), "--run-dir is missing"),
-        (options(replica=None), "--replica is missing, and SLURM_ARRAY_TASK_ID is not set"),
-        (options(lighthouse=None), "--lighthouse is missing, and TORCHFT_LIGHTHOUSE is not set"),
+        (options(config=None), "CONFIG must be given, got nothing"),
         (
-            options(lighthouse="10.0.0.1"),
-            "--lighthouse must be http://HOST:PORT or file:PATH with an absolute path, got '10.0.0.1'",
+            options(config="/no/such.toml"),
+            "config file must be readable, got /no/such.toml (No such file or directory)",
         ),
-        (options(ranks_per_node=None), "--ranks-per-node is missing"),
-        (options(ranks_per_node="0"), "--ranks-per-node must be a whole number, at least 1, got '0'"),
-        (options(replica="-1"), "--replica must be a whole number, at least 0, got '-1'"),
+        (options(config="llama3_debig"), "did you mean llama3_debug?"),
+        (options(run_dir=None), "--run-dir must be given, got nothing"),
+        (options(replica=None), "--replica must be given, got nothing, and SLURM_ARRAY_TASK_ID is not set"),
+        (options(lighthouse=None), "--lighthouse must be given, got nothing, and TORCHFT_LIGHTHOUSE is not set"),
+        (options(lighthouse="10.0.0.1"), "--lighthouse must look like http://host:port, got '10.0.0.1'"),
+        (options(lighthouse="file:x"), "--lighthouse must have an absolute path behind file:, got 'file:x'"),
+        (options(ranks_per_node=None), "--ranks-per-node must be given, got nothing, and Slurm names no GPUs"),
+        (options(ranks_per_node="0"), "--ranks-per-node must be >= 1, got 0"),
+        (options(ranks_per_replica="12"), "--ranks-per-replica must be --ranks-per-node (8) x --nodes (1), got 12"),
+        (
+            options(ranks_per_node=None, ranks_per_replica="9", nodes="2", rendezvous="a:1"),
+            "--ranks-per-replica must be divisible by --nodes (2), got 9",
+        ),
+        (options(replica="-1"), "--replica must be >= 0, got -1"),
         (options(replica="4", replicas="4"), "--replica must be below --replicas (4), got 4"),
-        (options(nodes="2"), "--rendezvous is missing for 2 nodes, and SLURM_JOB_NODELIST is not set"),
+        (options(nodes="2"), "--rendezvous must be given for 2 nodes, got nothing, and SLURM_JOB_NODELIST is not set"),
         (options(nodes="2", rendezvous="host"), "--rendezvous must be HOST:PORT, got 'host'"),
-        ([*options(), "--steps", "3"], "no option '--steps'"),
-        ([*options(), "--nodes"], "--nodes needs a value"),
+        (options(host_deaths="-1"), "--host-deaths must be >= 0, got -1"),
+        (options(metrics_port="x"), "--metrics-port must be PORT (this host only) or HOST:PORT, got 'x'"),
+        ([*options(), "--steps", "3"], "--steps is no option of titan-ft group"),
+        ([*options(), "--nodes"], "--nodes must be followed by a whole number, got nothing"),
+        ([*options(), "--training.steps=3"], "--training.steps must come after a --"),
+        ([*options(), "--", "training.steps=3"], "torchtitan's flags must begin with --, got 'training.steps=3'"),
     ],
 )
 def test_mistakes_are_refused_in_one_line(arguments: list[str], message: str) -> None:
     """The line names the option, the rule and the value; the status is that of bad usage."""
-    result = run("replica_group.sh", "--dry-run", *arguments, TITAN_FT_TOKEN="secret")
+    result = group(*arguments, TITAN_FT_TOKEN="secret")
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
@@ -177,7 +192,7 @@ def test_mistakes_are_refused_in_one_line(arguments: list[str], message: str) ->
 
 def test_a_token_is_required_off_this_host() -> None:
     """State is handed out over the network only to those who know the secret."""
-    result = run("replica_group.sh", "--dry-run", *options())
+    result = group(*options())
     assert result.returncode == 2
     assert "TITAN_FT_TOKEN must be set" in result.stderr
 
@@ -185,13 +200,13 @@ def test_a_token_is_required_off_this_host() -> None:
 @pytest.mark.parametrize("address", ["http://127.0.0.1:29510", "http://localhost:1", "http://[::1]:29510"])
 def test_no_token_is_needed_on_this_host(address: str) -> None:
     """A first try on one machine needs no secret."""
-    assert run("replica_group.sh", "--dry-run", *options(lighthouse=address)).returncode == 0
+    assert group(*options(lighthouse=address)).returncode == 0
 
 
 def test_no_token_but_a_rendezvous_elsewhere_is_refused() -> None:
     """A loopback lighthouse does not make a group of two nodes local."""
     arguments = options(lighthouse="http://127.0.0.1:29510", nodes="2", rendezvous="10.0.0.7:555")
-    result = run("replica_group.sh", "--dry-run", *arguments)
+    result = group(*arguments)
     assert result.returncode == 2
     assert "TITAN_FT_TOKEN" in result.stderr
 

@@ -133,8 +133,6 @@ class LaunchPlan:
         self._check_own(values.get(TABLE, {}))
         self._check_table(table)
         self._check_gpus(table.get("process_group", FaultTolerance.process_group))
-        if options.no_standby:
-            self.notes.append("--no-standby has no effect: nothing is kept ready any more (see --no-zygote)")
         _check_ranks(values, self.worker_args, self.num_replicas, self.num_ranks)
         self.lighthouse = _lighthouse_settings(table)
         self.drain_seconds = self._resolve_drain_timeout(table)

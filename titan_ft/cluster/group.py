@@ -1,0 +1,269 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run one replica group by torchrun: decide its command and its environment, then become that command."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ft.cluster import slurm_env
+from titan_ft.config import LIGHTHOUSE_VARIABLE, TABLE, ConfigError, check_lighthouse, load_toml
+from titan_ft.data.assets import find_config
+from titan_ft.live.group_metrics import PORT_ENV
+from titan_ft.live.metrics import split_address as split_metrics_address
+from titan_ft.options import Group
+from titan_ft.run.address import split_address
+
+TOKEN_ENV = "TITAN_FT_TOKEN"
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """What runs a group on this node.
+
+    Attributes:
+        environment: variables of torchrun and its workers, beside those of this process.
+        command: torchrun's command line.
+    """
+
+    environment: dict[str, str]
+    command: list[str]
+
+    def __str__(self) -> str:
+        words = [f"{name}={value}" for name, value in self.environment.items()]
+        return shlex.join([*words, *self.command])
+
+
+def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str]) -> GroupPlan:
+    """Decide how a group is run on this node.
+
+    Args:
+        flags: torchtitan's, for the workers.
+        environ: of this process; Slurm's variables stand for options that are left out.
+
+    Raises:
+        ConfigError: an option is missing or wrong.
+    """
+    config = find_toml(options.config)
+    replica, replicas = _find_number(options, environ)
+    lighthouse = _find_lighthouse(options, environ, config)
+    nodes, ranks_per_node = _find_shape(options, environ)
+    rendezvous = _find_rendezvous(options, environ, nodes)
+    check_restarts(options.max_restarts, options.host_deaths, options.host_window)
+    if options.metrics_port:
+        split_metrics_address(options.metrics_port)
+    is_local = is_loopback(lighthouse) and (nodes == 1 or is_loopback(rendezvous))
+    if not environ.get(TOKEN_ENV) and not is_local:
+        raise ConfigError(
+            f"{TOKEN_ENV} must be set to the same secret for all groups, got nothing; without it any host on the "
+            "network could hand out weights"
+        )
+    check_flags(flags)
+    command = [
+        *(sys.executable, "-m", "titan_ft.launch.torchrun"),
+        *(f"--nnodes={nodes}", f"--nproc-per-node={ranks_per_node}"),
+        *_rendezvous_flags(rendezvous, replica, environ),
+        f"--max-restarts={options.max_restarts}",
+        *("-m", "titan_ft.train"),
+        f"--job.config_file={config.absolute()}",
+        f"--job.dump_folder={options.run_dir.absolute()}",
+        "--metrics.save_tb_folder=tb",
+        f"--{TABLE}.enable",
+        f"--{TABLE}.replica_id={replica}",
+        *([] if replicas is None else [f"--{TABLE}.group_size={replicas}"]),
+        *flags,
+    ]
+    return GroupPlan(_environment(options, lighthouse, environ), command)
+
+
+def run_group(options: Group, flags: Sequence[str]) -> int:
+    """Become the torchrun of this group, or print its command.
+
+    Raises:
+        ConfigError: an option is missing or wrong.
+    """
+    plan = plan_group(options, flags, os.environ)
+    if options.dry_run:
+        print(plan)
+        return 0
+    sys.stdout.flush()
+    # This process becomes torchrun: signals of Slurm or of a shell reach the agent itself.
+    os.execve(plan.command[0], plan.command, {**os.environ, **plan.environment})
+    raise AssertionError("execve does not return")
+
+
+def find_toml(given: Path) -> Path:
+    """Return the config that a path or a bundled name stands for.
+
+    Raises:
+        ConfigError: there is no such TOML file.
+    """
+    found = find_config(given)
+    load_toml(found)
+    return found
+
+
+def check_at_least(flag: str, value: int, least: int) -> None:
+    """Raise ConfigError for an option below its least value."""
+    if value < least:
+        raise ConfigError(f"{flag} must be >= {least}, got {value}; correct it")
+
+
+def check_restarts(max_restarts: int, host_deaths: int, host_window: int) -> None:
+    """Raise ConfigError for a number that no restart policy can work with."""
+    check_at_least("--max-restarts", max_restarts, 0)
+    check_at_least("--host-deaths", host_deaths, 0)
+    check_at_least("--host-window", host_window, 1)
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Raise ConfigError for torchtitan's flags that do not begin with --."""
+    if flags and not flags[0].startswith("-"):
+        raise ConfigError(f"torchtitan's flags must begin with --, got {flags[0]!r}; for example --training.steps=60")
+
+
+def is_loopback(address: str) -> bool:
+    """True if an address, http://HOST:PORT or HOST:PORT, is on this host only."""
+    try:
+        host, _ = split_address(address)
+    except ValueError:  # a file: its lighthouse may be anywhere
+        return False
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _find_number(options: Group, environ: Mapping[str, str]) -> tuple[int, int | None]:
+    """Return the number of this group, and of how many; None leaves that to the config."""
+    replica = options.replica
+    if replica is None:
+        replica = slurm_env.find_number(environ, "SLURM_ARRAY_TASK_ID")
+    if replica is None:
+        remedy = "give the number of this group, from 0"
+        raise ConfigError(f"--replica must be given, got nothing, and SLURM_ARRAY_TASK_ID is not set; {remedy}")
+    check_at_least("--replica", replica, 0)
+    replicas = options.replicas
+    if replicas is None:
+        replicas = slurm_env.find_number(environ, "SLURM_ARRAY_TASK_COUNT")
+    if replicas is None:
+        return replica, None
+    check_at_least("--replicas", replicas, 1)
+    if replica >= replicas:
+        raise ConfigError(
+            f"--replica must be below --replicas ({replicas}), got {replica}; groups count from 0, and so does an "
+            f"array of Slurm: --array=0-{replicas - 1}"
+        )
+    return replica, replicas
+
+
+def _find_lighthouse(options: Group, environ: Mapping[str, str], config: Path) -> str:
+    name, address = "--lighthouse", options.lighthouse
+    if not address:
+        name, address = LIGHTHOUSE_VARIABLE, environ.get(LIGHTHOUSE_VARIABLE, "")
+    if not address:
+        name, address = f"{TABLE}.lighthouse", str(load_toml(config).get(TABLE, {}).get("lighthouse", ""))
+    if not address:
+        raise ConfigError(
+            f"--lighthouse must be given, got nothing, and {LIGHTHOUSE_VARIABLE} is not set; give the address that "
+            "titan-ft lighthouse prints"
+        )
+    check_lighthouse(name, address)
+    return address
+
+
+def _find_shape(options: Group, environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of nodes of the group, and of processes on each."""
+    nodes = options.nodes
+    if nodes is None:
+        nodes = slurm_env.find_number(environ, "SLURM_NNODES") or 1
+    check_at_least("--nodes", nodes, 1)
+    ranks = find_ranks_per_node(options.ranks_per_node, options.ranks_per_replica, nodes)
+    if ranks is None:
+        ranks = slurm_env.find_ranks_per_node(environ)
+    if ranks is None:
+        raise ConfigError(
+            "--ranks-per-node must be given, got nothing, and Slurm names no GPUs or tasks of a node; for example 8"
+        )
+    return nodes, ranks
+
+
+def find_ranks_per_node(ranks_per_node: int | None, ranks_per_replica: int | None, nodes: int) -> int | None:
+    """Return the processes on each node by either of two options; None if neither is given.
+
+    Raises:
+        ConfigError: one is too small, or both are given and differ, or a group's processes cannot be shared out.
+    """
+    if ranks_per_node is not None:
+        check_at_least("--ranks-per-node", ranks_per_node, 1)
+    if ranks_per_replica is None:
+        return ranks_per_node
+    check_at_least("--ranks-per-replica", ranks_per_replica, 1)
+    if ranks_per_node is not None and ranks_per_node * nodes != ranks_per_replica:
+        raise ConfigError(
+            f"--ranks-per-replica must be --ranks-per-node ({ranks_per_node}) x --nodes ({nodes}), got "
+            f"{ranks_per_replica}; give one of the two"
+        )
+    if ranks_per_replica % nodes:
+        raise ConfigError(f"--ranks-per-replica must be divisible by --nodes ({nodes}), got {ranks_per_replica}")
+    return ranks_per_replica // nodes
+
+
+def _find_rendezvous(options: Group, environ: Mapping[str, str], nodes: int) -> str:
+    """Return HOST:PORT where the nodes of the group meet; empty for one node."""
+    if nodes == 1:
+        return ""
+    rendezvous = options.rendezvous or slurm_env.find_rendezvous(environ)
+    if not rendezvous:
+        raise ConfigError(
+            f"--rendezvous must be given for {nodes} nodes, got nothing, and SLURM_JOB_NODELIST is not set; give "
+            "HOST:PORT, a free port of one of them"
+        )
+    try:
+        host, _ = split_address(rendezvous)
+    except ValueError:
+        host = ""
+    if not host or "/" in rendezvous:
+        raise ConfigError(f"--rendezvous must be HOST:PORT, got {rendezvous!r}; give a free port of one of the nodes")
+    return rendezvous
+
+
+def _rendezvous_flags(rendezvous: str, replica: int, environ: Mapping[str, str]) -> list[str]:
+    if not rendezvous:
+        return ["--standalone"]
+    job, restarts = (environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
+    return [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={rendezvous}",
+        f"--rdzv-id=titan_ft-{job}-{restarts}-{replica}",
+    ]
+
+
+def _environment(options: Group, lighthouse: str, environ: Mapping[str, str]) -> dict[str, str]:
+    found = {
+        LIGHTHOUSE_VARIABLE: lighthouse,
+        # A restarted group needs a store of its own. In the agent's it would read the addresses of its dead
+        # predecessors (pytorch issue 135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),
+        "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED", "1"),
+        # torchft's log at its default level costs time in each step.
+        "RUST_LOG": environ.get("RUST_LOG", "warn"),
+    }
+    if options.metrics_port:
+        found[PORT_ENV] = options.metrics_port
+    if options.no_zygote:
+        found["TITAN_FT_ZYGOTE"] = "0"
+    if options.host_deaths:
+        found["TITAN_FT_HOST_DEATHS"] = str(options.host_deaths)
+        found["TITAN_FT_HOST_WINDOW"] = str(options.host_window)
+        found["TITAN_FT_ON_HOST_SUSPECTED"] = options.on_host_suspected
+    return found

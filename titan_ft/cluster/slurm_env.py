@@ -1,0 +1,58 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read what Slurm says of a job in its environment."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+
+_RANKS = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+_SCONTROL_SECONDS = 30.0
+
+
+def find_number(environ: Mapping[str, str], name: str) -> int | None:
+    """Return the number in a variable of Slurm's; None where there is none."""
+    value = environ.get(name, "")
+    return int(value) if value.isdecimal() else None
+
+
+def find_ranks_per_node(environ: Mapping[str, str]) -> int | None:
+    """Return the GPUs of a node of the job, or else its tasks; None outside Slurm.
+
+    Slurm writes such a number as "8", "h100:8" or "4(x2)".
+    """
+    for name in _RANKS:
+        found = re.match(r"(?:[^:]*:)*(\d+)", environ.get(name, ""))
+        if found is not None:
+            return int(found[1])
+    return None
+
+
+def find_rendezvous(environ: Mapping[str, str]) -> str:
+    """Return HOST:PORT on the job's first node; empty outside Slurm."""
+    nodes = environ.get("SLURM_JOB_NODELIST", "")
+    if not nodes:
+        return ""
+    # Several groups may have the same first host. The job's id keeps their ports apart.
+    port = 20000 + (find_number(environ, "SLURM_JOB_ID") or 0) % 10000
+    return f"{find_first_host(nodes)}:{port}"
+
+
+def find_first_host(nodes: str) -> str:
+    """Return the first host of a list such as node[03-07,09],other1."""
+    # In a container scontrol may be installed without Slurm's configuration, and fail.
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return _parse_first_host(nodes)
+    if done.returncode == 0 and done.stdout.strip():
+        return done.stdout.split()[0]
+    return _parse_first_host(nodes)
+
+
+def _parse_first_host(nodes: str) -> str:
+    bracket = re.match(r"([^],\[]*)\[(\d+)[^\]]*\]([^,]*)", nodes)
+    return "".join(bracket.groups()) if bracket is not None else nodes.partition(",")[0]
