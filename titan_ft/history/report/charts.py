@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The charts of a run's report, as data: what is drawn, worked out once and bounded in size.
+"""The charts of a run's report, as data of bounded size; `interactive` describes them for Plotly.
 
-`image` draws a chart as PNG and `interactive` for the page, from the same numbers. However long a run was, a chart has
-a bounded number of points, and says so where it is thinned: a curve keeps the range of what it stands for, a row of
-states keeps every trouble, marks of faults that would lie on each other are one.
+However long a run was, a chart has a bounded number of points, and says so where it is thinned: a curve keeps the range
+of the values that it stands for, a row of states keeps every trouble, marks of faults that would lie on each other are
+one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Literal
 from titan_ft.history.goodput import goodput
 from titan_ft.history.record import Point, RunRecord
 from titan_ft.history.report.facts import Recovery, duration, find_recoveries
-from titan_ft.history.report.layers import Axis, Band, Bars, Boxes, Chart, Layer, Line, Marks, Rules
+from titan_ft.history.report.layers import CROSS, MEDIAN, Axis, Band, Bars, Boxes, Chart, Layer, Line, Marks, Rules
+from titan_ft.history.report.phases import add_up, find_phases, time_in_states
 from titan_ft.history.report.style import ACCENT, MIDDLE, STATES, categories, category, state_order
 from titan_ft.history.report.thinning import thin_rows
 from titan_ft.history.terminal import clock
@@ -146,7 +147,7 @@ def curve(
     layers.append(Line(x, mean, texts))
     if lost:
         marked, told = zip(*lost, strict=True)
-        layers.append(Marks("not finite", "x", marked, [0.04] * len(lost), told, beside=True))
+        layers.append(Marks("not finite", CROSS, marked, [0.04] * len(lost), told, beside=True))
     thinned = f" Thinned: a point is the mean of {size} {noun}s, in a band from least to most."
     return layers, thinned if size > 1 else ""
 
@@ -163,12 +164,12 @@ def groups_over_time(record: RunRecord) -> Chart | None:
     others = [fault for fault in faults if not fault.incident.replicas]
     above = ["lighthouse" if all(fault.target == "lighthouse" for fault in others) else "no group"] if others else []
     places = {replica: float(place) for place, replica in enumerate(sorted(line.groups), start=len(above))}
-    spans, thinned = thin_rows(line.groups, record.usual_step_us)
+    spans, thinned = thin_rows(find_phases(record))
     boxes: dict[str, list[tuple[float, float, float, str]]] = defaultdict(list)
     for replica, row in spans.items():
         for each in row:
             start, width = each.start_us / 1e6 - record.begin, each.num_us / 1e6
-            detail = f", {each.detail}" if each.detail else ""
+            detail = f" ({each.detail})" if each.detail else ""
             text = f"group {replica} at {clock(start)}: {STATES[each.state].label}, {duration(width)}{detail}"
             boxes[each.state].append((places[replica] + 0.06, start, width, text))
     layers: list[Layer] = [Boxes(state, *zip(*boxes[state], strict=True)) for state in state_order(set(boxes))]
@@ -254,8 +255,8 @@ def stalls(recoveries: Sequence[Recovery], noun: str = "step") -> Chart | None:
     middles = [median(stall for stall, _ in found[kind]) for kind in kinds]
     said = [f"median of {kind}: {duration(middle)}" for kind, middle in zip(kinds, middles, strict=True)]
     layers = [
-        Marks("a failure", "o", x, y, texts, colour=ACCENT),
-        Marks("median", "|", middles, [float(row) for row in range(len(kinds))], said, colour=MIDDLE),
+        Marks("a failure", "circle", x, y, texts, colour=ACCENT),
+        Marks("median", MEDIAN, middles, [float(row) for row in range(len(kinds))], said, colour=MIDDLE),
     ]
     bounds = (FLOOR * 0.8, max(2.0, 1.4 * max(x)))
     across = Axis("stall of the survivor hit hardest", "log", bounds, log_ticks(*bounds, least="≤ 10 ms"))
@@ -309,20 +310,22 @@ def log_ticks(low: float, high: float, least: str | None = None) -> dict[float, 
 
 def time_spent(record: RunRecord) -> Chart | None:
     """Draw a bar per group, and one of the job, of the share of time in each state."""
-    spent = goodput(record)
-    if not spent.group_us:
+    groups = time_in_states(record)
+    if not goodput(record).group_us:
         return None
-    rows = {"job": spent.job_us} | {f"group {group}": us for group, us in spent.groups_us.items()}
+    rows = {"job": add_up(phase for row in find_phases(record).values() for phase in row)}
+    rows |= {f"group {group}": states for group, states in groups.items()}
     boxes: dict[str, list[tuple[float, float, float, str]]] = defaultdict(list)
     labels = []
     for place, (name, states) in enumerate(rows.items()):
-        start, total = 0.0, sum(states.values()) or 1
-        for state in state_order({state for state, us in states.items() if us}):
-            share = 100 * states[state] / total
-            text = f"{name}: {STATES[state].label} {duration(states[state] / 1e6)}, {share:.1f} %"
+        start, total = 0.0, sum(each.num_us for each in states.values()) or 1
+        for state in state_order(set(states)):
+            share = 100 * states[state].num_us / total
+            text = f"{name}: {STATES[state].label} {duration(states[state].num_us / 1e6)}, {share:.1f} %"
             boxes[state].append((float(place), start, share, text))
             start += share
-        labels.append(f"{name} ({100 * states.get('productive', 0) / total:.0f} %)")
+        trained = states["training"].num_us if "training" in states else 0
+        labels.append(f"{name} ({100 * trained / total:.0f} %)")
     layers = [Boxes(state, *zip(*boxes[state], strict=True)) for state in state_order(set(boxes))]
     across = Axis("share of the whole time (%)", bounds=(0.0, 100.0))
     height = 0.6 + (0.3 if len(rows) <= 12 else 0.19) * max(len(rows), 2)

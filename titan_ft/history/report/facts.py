@@ -17,7 +17,8 @@ from titan_ft.history.goodput import goodput
 from titan_ft.history.incidents import Incident, count_faults, find_incidents
 from titan_ft.history.notes import find_notes, name_groups
 from titan_ft.history.record import RunRecord, view
-from titan_ft.history.report.style import STATES, Look
+from titan_ft.history.report.phases import add_up, find_phases
+from titan_ft.history.report.style import DETAILS, STATES, Look, state_order
 from titan_ft.history.summary import describe_sent, summarize
 from titan_ft.run import events as ev
 
@@ -217,11 +218,21 @@ def goodput_terms(record: RunRecord) -> list[tuple[str, str, str]]:
     ]
 
 
-def states_spent(record: RunRecord) -> list[tuple[Look, str, str]]:
-    """Return the states in which groups spent their time, with share and time of each, in the order of the chart."""
-    spent = goodput(record)
-    known = [state for state in STATES if spent.job_us.get(state)]
-    return [(STATES[s], percent(spent.job_us[s] / spent.group_us), duration(spent.job_us[s] / 1e6)) for s in known]
+def states_spent(record: RunRecord) -> list[tuple[Look, str, str, str]]:
+    """Return the states in which groups spent their time, in the order of the chart.
+
+    Of each: its look, its share of all groups' time, the time, and what the time consisted of.
+    """
+    spent = add_up(phase for row in find_phases(record).values() for phase in row)
+    whole = goodput(record).group_us or 1
+    rows = []
+    for state in state_order({state for state, time in spent.items() if time.num_us}):
+        time = spent[state]
+        parts = [f"{DETAILS[fine]} {duration(us / 1e6)}" for fine, us in time.parts.most_common() if us]
+        consists = f" {'; '.join(parts)}." if len(parts) > 1 else ""
+        meaning = f"{STATES[state].meaning}{consists[:2].upper()}{consists[2:]}"
+        rows.append((STATES[state], percent(time.num_us / whole), duration(time.num_us / 1e6), meaning))
+    return rows
 
 
 def percent(share: float | None) -> str:

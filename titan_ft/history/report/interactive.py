@@ -13,20 +13,20 @@ from itertools import groupby, pairwise
 from math import log10
 from typing import Any
 
-from titan_ft.history.report.layers import Axis, Band, Bars, Boxes, Chart, Line, Marks, Rules, rule_opacity
+from titan_ft.history.report.layers import (
+    MEDIAN,
+    Axis,
+    Band,
+    Bars,
+    Boxes,
+    Chart,
+    Line,
+    Marks,
+    Rules,
+    rule_opacity,
+)
 from titan_ft.history.report.style import ACCENT, STATES
 
-SYMBOLS = {
-    "v": "triangle-down",
-    "X": "x",
-    "s": "square",
-    "D": "diamond",
-    "P": "cross",
-    "*": "star",
-    "o": "circle",
-    "x": "x-thin-open",
-    "|": "line-ns-open",
-}
 EPOCH_MS = 946_684_800_000  # the year 2000; a number of two or four digits would be read as a year
 FEW = 100  # points of a curve that are dots as well, and marks that are large
 
@@ -162,10 +162,10 @@ def _bars(x: Axis, layer: Bars) -> dict[str, Any]:
 
 
 def _marks(x: Axis, layer: Marks, *, few: bool) -> dict[str, Any]:
-    marker: dict[str, Any] = {"symbol": SYMBOLS[layer.symbol], "size": 9 if few else 5, "color": layer.colour}
-    if layer.symbol in "x|":
-        marker |= {"size": 14 if layer.symbol == "|" else 7, "line": {"width": 2.2, "color": layer.colour}}
-    marker |= {"opacity": 0.65} if layer.symbol == "o" else {}
+    marker: dict[str, Any] = {"symbol": layer.symbol, "size": 9 if few else 5, "color": layer.colour}
+    if layer.symbol.endswith("-open"):
+        marker |= {"size": 14 if layer.symbol == MEDIAN else 7, "line": {"width": 2.2, "color": layer.colour}}
+    marker |= {"opacity": 0.65} if layer.symbol == "circle" else {}
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": "markers",

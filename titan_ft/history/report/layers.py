@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a chart is made of, whoever draws it: layers over two axes."""
+"""The parts of a chart, before Plotly draws it: layers over two axes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from titan_ft.history.report.style import FAULT
+
+CROSS, MEDIAN = "x-thin-open", "line-ns-open"
+"""Plotly's symbols of a missing value and of a median."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Marks:
 
     name: str
     symbol: str
-    """As matplotlib calls it."""
+    """As Plotly calls it."""
     x: Sequence[float]
     y: Sequence[float]
     texts: Sequence[str]
@@ -105,7 +108,7 @@ class Chart:
     y: Axis
     layers: Sequence[Layer] = field(repr=False)
     height: float = 2.8
-    """In inches, of the plot with its axes."""
+    """In units of 96 pixels, of the plot with its axes."""
     wide: bool = True
     shared: Literal["", "steps", "time"] = ""
     """Charts that share their x are zoomed together."""

@@ -1,10 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write a run's report: one page of HTML (its template is page.html), and its charts as PNG beside it."""
+"""Write a run's report: one page of HTML that needs nothing else; its template is page.html."""
 
 from __future__ import annotations
 
-import base64
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,6 @@ from titan_ft.history.report.facts import (
     plan_of,
     states_spent,
 )
-from titan_ft.history.report.image import png
 from titan_ft.history.report.interactive import figure
 from titan_ft.history.report.layers import Boxes, Chart, Marks
 from titan_ft.history.report.style import GLYPHS, STATES
@@ -42,33 +40,33 @@ MAX_ROWS = 200
 
 
 def write_report(record: RunRecord, folder: Path, against: RunRecord | None = None) -> Path:
-    """Write index.html and its charts (PNG) into a folder; return the page. `against` is `check`'s.
+    """Write index.html into a folder; return the page. `against` is `check`'s.
 
     Raises:
         ConfigError: the folder cannot be written; a page that was there stays whole.
     """
-    charts = draw_charts(record)
-    images = {name: png(chart) for name, chart in charts.items()}
-    files = {f"{name}.png": image for name, image in images.items()}
-    files["index.html"] = render(record, charts, images, against).encode()
+    page = render(record, draw_charts(record), against).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            write_whole(folder / name, data)
+        write_whole(folder / "index.html", page)
     except OSError as error:
         raise unwritable("--out", folder, error) from error
     return folder / "index.html"
 
 
-def render(
-    record: RunRecord, charts: Mapping[str, Chart], images: Mapping[str, bytes], against: RunRecord | None
-) -> str:
+def render(record: RunRecord, charts: Mapping[str, Chart], against: RunRecord | None) -> str:
     """Return the page of a run. Whatever an event says is text on it, never markup."""
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     environment.filters |= {
         "clock": clock,
@@ -76,7 +74,7 @@ def render(
         "name_range": name_range,
         "two_digits": lambda value: DASH if value is None else f"{value:.2f}",
     }
-    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    template = environment.get_template("page.html")
     plan, verdicts, hosts = plan_of(record), check(record, against), find_hosts(record)
     return template.render(
         title=f"Run {plan['job_id']}" if plan.get("job_id") else "Report of a run",
@@ -86,7 +84,6 @@ def render(
         charts=charts,
         figures={name: figure(chart) for name, chart in charts.items()},
         legends={name: legend(chart) for name, chart in charts.items()},
-        images={name: base64.b64encode(image).decode() for name, image in images.items()},
         overall=overall(verdicts),
         check=verdicts,
         facts=describe_run(record),
@@ -110,7 +107,7 @@ def legend(chart: Chart) -> list[list[tuple[str, str, str]]]:
     states = [STATES[layer.state] for layer in chart.layers if isinstance(layer, Boxes)]
     marks = [layer for layer in chart.layers if isinstance(layer, Marks) and layer.symbol in GLYPHS]
     lines = [
-        [(look.label, look.colour, GLYPHS["s"]) for look in states],
+        [(look.label, look.colour, GLYPHS["square"]) for look in states],
         [(mark.name, mark.colour, GLYPHS[mark.symbol]) for mark in marks],
     ]
     return [line for line in lines if line]

@@ -1,14 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The look of a report's figures: one colour per state of a group, one mark per category of fault."""
+"""The look of a report's figures: one colour for each of five states of a group, one mark per category of fault."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
-
-# Inks of the images; on the page, CSS of page.html sets those of the figures, so that they follow its theme.
-INK, MUTED, GRID, PAPER = "#1c2127", "#5f6873", "#e4e7eb", "#fefefe"
 
 
 class Look(NamedTuple):
@@ -19,43 +16,63 @@ class Look(NamedTuple):
     meaning: str
 
 
-# One colour per state, in the order in which they are stacked: blues train, warm colours stall, purples waste, greens
-# catch up, browns start, greys do nothing. Neighbours differ in lightness, so that they differ in print and to the
-# colour-blind. The meanings are those of titan_ft/history/timeline.py.
+# The states that a reader tells apart, in the order in which they are stacked. `phases.py` folds the finer states of
+# titan_ft/history/timeline.py into them. Every pair differs in lightness as well as in hue, so that the states differ
+# in print and to the colour-blind (a test simulates both).
 STATES: dict[str, Look] = {
-    "productive": Look("training", "#3d78b4", "Forward, backward and update of steps that count."),
-    "overhead": Look("between steps", "#7f9fbe", "Digests, logging, checkpoints, validation."),
-    "exchange_wait": Look("exchange wait", "#a9d1f2", "Waits for gradients of the others, in an exchange that works."),
-    "detection": Look("detection", "#c8321f", "An exchange is broken, and nobody has noticed yet."),
-    "quorum": Look("quorum", "#ef8a3c", "Waits for the lighthouse to say who takes part, also while it is down."),
-    "rebuild": Look("rebuild", "#f8cd9c", "Builds the process group anew."),
-    "wasted": Look("wasted", "#6c2f6f", "Computed what was thrown away: killed in mid-step, or not the job's state."),
-    "hung": Look("hung", "#cf8fc4", "Alive and doing nothing: stopped or deadlocked."),
-    "heal": Look("heal", "#0d7f6d", "Fetches the state from another group, which trains on."),
-    "replay": Look("replay", "#7cc7b2", "Applies the updates that were made meanwhile."),
-    "restart": Look("restart", "#54423a", "Dead, until its next process asks to join."),
-    "start": Look("start", "#b09a8b", "Its first process starts: imports, model, data."),
-    "wait_for_groups": Look("waiting for groups", "#dcc95c", "The job has too few groups, or waits for a joiner."),
-    "idle": Look("idle", "#b6bdc5", "Finished, left, or given up."),
-    "unknown": Look("not told", "#e6e8eb", "No event tells."),
+    "training": Look(
+        "training", "#2b66ab", "Computes a step or exchanges its gradients; also the work between two steps."
+    ),
+    "waiting": Look("waiting", "#f5cf4e", "Cannot go on because of another group, or without the lighthouse."),
+    "recovering": Look("recovering", "#2fb18c", "Fetches the state from another group and applies the updates since."),
+    "starting": Look("starting", "#cdb7ea", "A new process imports, builds the model, and asks to join."),
+    "lost": Look("lost", "#9c1c12", "Dead or frozen: nothing runs in its place yet."),
+    "ended": Look("finished or left", "#b6bdc5", "Finished, or left in order."),
+    "unknown": Look("unknown", "#e2e5e9", "No event covers this time."),
 }
-ACCENT = STATES["productive"].colour
+# What the finer states mean, for the hover and for the table of states.
+DETAILS: dict[str, str] = {
+    "productive": "forward, backward, update",
+    "overhead": "between steps",
+    "exchange_wait": "exchange of gradients",
+    "wasted": "computed in vain",
+    "detection": "a broken exchange is not noticed yet",
+    "quorum": "the lighthouse's answer",
+    "rebuild": "new connections between the groups",
+    "wait_for_groups": "too few groups, or a joiner",
+    "heal": "state from another group",
+    "replay": "updates made meanwhile",
+    "start": "first start",
+    "restart": "restart",
+    "hung": "frozen or deadlocked",
+    "idle": "",
+    "unknown": "",
+}
+ACCENT = STATES["training"].colour
 FAULT, MIDDLE = "#d23f31", "#87909b"  # both to be seen on a light page and on a dark one
 
-# Category of a fault: its mark in the figures, and the faults in it.
+# Category of a fault: its mark in the figures, as Plotly calls it, and the faults in it.
 CATEGORIES: dict[str, tuple[str, frozenset[str]]] = {
     "process killed": (
-        "v",
+        "triangle-down",
         frozenset({"kill_rank", "kill_group", "kill_groups", "kill_donor", "term_group", "segfault", "out_of_memory"}),
     ),
-    "error raised": ("X", frozenset({"exception", "abort_process_group", "disk_full"})),
-    "stopped or slow": ("s", frozenset({"stop_rank", "stop_group", "deadlock", "slow_rank"})),
-    "network": ("D", frozenset({"network_dead", "network_slow", "link_dead", "corrupt_chunk"})),
-    "wrong numbers": ("P", frozenset({"nan_gradient", "flip_parameter", "flip_optimizer"})),
-    "lighthouse killed": ("*", frozenset({"kill_lighthouse"})),
+    "error raised": ("x", frozenset({"exception", "abort_process_group", "disk_full"})),
+    "stopped or slow": ("square", frozenset({"stop_rank", "stop_group", "deadlock", "slow_rank"})),
+    "network": ("diamond", frozenset({"network_dead", "network_slow", "link_dead", "corrupt_chunk"})),
+    "wrong numbers": ("cross", frozenset({"nan_gradient", "flip_parameter", "flip_optimizer"})),
+    "lighthouse killed": ("star", frozenset({"kill_lighthouse"})),
 }
-OTHER = ("other", "o")
-GLYPHS = {"v": "▼", "X": "✖", "s": "■", "D": "◆", "P": "✚", "*": "★", "o": "●"}
+OTHER = ("other failure", "circle")
+GLYPHS = {
+    "triangle-down": "▼",
+    "x": "✖",
+    "square": "■",
+    "diamond": "◆",
+    "cross": "✚",
+    "star": "★",
+    "circle": "●",
+}
 """The marks as text, for a legend."""
 
 
@@ -65,8 +82,16 @@ def state_order(states: set[str]) -> list[str]:
 
 
 def category(kind: str) -> tuple[str, str]:
-    """Return the category of a kind of fault, and its mark."""
-    return next(((name, mark) for name, (mark, kinds) in CATEGORIES.items() if kind in kinds), OTHER)
+    """Return the category of a kind of fault, or of what ended a group without one, and its mark."""
+    for name, (mark, kinds) in CATEGORIES.items():
+        if kind in kinds:
+            return name, mark
+    # A signal that nobody injected, and a script's own name of a kill ("sigkill_group").
+    if kind.startswith(("SIG", "sigkill", "sigterm", "kill")):
+        return "process killed", CATEGORIES["process killed"][0]
+    if kind.startswith("exit code"):
+        return "error raised", CATEGORIES["error raised"][0]
+    return OTHER
 
 
 def categories(kinds: Iterable[str]) -> list[tuple[str, str]]:

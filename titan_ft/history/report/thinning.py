@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from titan_ft.history.intervals import Interval
-from titan_ft.history.report.style import STATES
+from titan_ft.history.report.phases import Phase
+from titan_ft.history.report.style import DETAILS
 
 MAX_BOXES = 3000  # of all rows: what a browser still zooms without a delay
-STEADY = ("productive", "exchange_wait", "overhead")  # a group goes round these in each step
 
 
-def thin_rows(rows: Mapping[int, Sequence[Interval]], usual_us: int) -> tuple[dict[int, list[Interval]], str]:
+def thin_rows(rows: Mapping[int, Sequence[Phase]]) -> tuple[dict[int, list[Phase]], str]:
     """Return rows with at most about `MAX_BOXES` stretches, and a sentence for the caption where they are thinned.
 
     First steps that follow each other without trouble become one stretch, so that every trouble stays as it was. Only
@@ -24,7 +23,7 @@ def thin_rows(rows: Mapping[int, Sequence[Interval]], usual_us: int) -> tuple[di
     found = {replica: list(row) for replica, row in rows.items()}
     if sum(map(len, found.values())) <= MAX_BOXES:
         return found, ""
-    found = {replica: join_steady(row, 3 * usual_us) for replica, row in found.items()}
+    found = {replica: join_training(row) for replica, row in found.items()}
     if sum(map(len, found.values())) <= MAX_BOXES:
         return found, " Thinned: steps in a row without trouble are one stretch."
     columns = max(1, MAX_BOXES // len(found))
@@ -32,38 +31,41 @@ def thin_rows(rows: Mapping[int, Sequence[Interval]], usual_us: int) -> tuple[di
     return thinned, f" Thinned: each of {columns:,} columns shows the state that took most of it."
 
 
-def join_steady(row: Iterable[Interval], limit_us: int) -> list[Interval]:
-    """Return a row in which neighbours that are parts of usual steps are one, which tells the shares of them."""
-    joined: list[Interval] = []
-    for steady, group in groupby(row, lambda each: each.state in STEADY and each.num_us <= limit_us):
+def join_training(row: Iterable[Phase]) -> list[Phase]:
+    """Return a row in which the training between two troubles is one stretch, which says what it consisted of."""
+    joined: list[Phase] = []
+    for trains, group in groupby(row, lambda each: each.state == "training"):
         part = list(group)
-        if not steady or len(part) == 1:
+        if not trains or len(part) == 1:
             joined += part
             continue
         shares = Counter[str]()
         for each in part:
-            shares[each.state] += each.num_us
-        total = sum(shares.values()) or 1
-        told = ", ".join(f"{STATES[state].label} {100 * us / total:.0f} %" for state, us in shares.most_common())
-        joined.append(Interval(part[0].start_us, part[-1].end_us, shares.most_common(1)[0][0], told))
+            shares[each.fine] += each.num_us
+        total = shares.total() or 1
+        detail = ", ".join(f"{DETAILS[fine]} {100 * us / total:.0f} %" for fine, us in shares.most_common())
+        fine = shares.most_common(1)[0][0]
+        joined.append(Phase(part[0].start_us, part[-1].end_us, "training", fine, detail))
     return joined
 
 
-def thin_columns(row: Sequence[Interval], num_columns: int) -> list[Interval]:
+def thin_columns(row: Sequence[Phase], num_columns: int) -> list[Phase]:
     """Return a row of at most so many stretches, each in the state that took most of its time."""
     begin, end = row[0].start_us, row[-1].end_us
     width = -(-(end - begin) // num_columns) or 1
     columns: list[Counter[str]] = [Counter() for _ in range(num_columns)]
+    fines: dict[str, str] = {}
     for each in row:
+        fines.setdefault(each.state, each.fine)
         for column in range((each.start_us - begin) // width, min((each.end_us - begin) // width + 1, num_columns)):
             left = begin + column * width
             columns[column][each.state] += max(0, min(each.end_us, left + width) - max(each.start_us, left))
-    thinned: list[Interval] = []
+    thinned: list[Phase] = []
     for column, shares in enumerate(columns):
         left = begin + column * width
         if not shares.total():
             continue
         state = max(shares, key=lambda state: shares[state])
         start = thinned.pop().start_us if thinned and thinned[-1].state == state else left
-        thinned.append(Interval(start, min(left + width, end), state))
+        thinned.append(Phase(start, min(left + width, end), state, fines[state]))
     return thinned

@@ -1,0 +1,143 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Fold the fine states of a run's timeline into the few that a reader wants: `style.STATES`.
+
+| state | fine states |
+| --- | --- |
+| training | productive, overhead, wasted, and an exchange of usual length |
+| waiting | an exchange that is longer, detection, quorum, rebuild, wait_for_groups |
+| recovering | heal, replay |
+| starting | start, and restart from the first event of the new process on |
+| lost | restart before that event, hung, a group that gave up, a group that is lost at the end |
+| ended | idle: finished, left, stopped |
+| unknown | unknown |
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from titan_ft.history.incidents import Incident, find_incidents
+from titan_ft.history.intervals import Interval
+from titan_ft.history.notes import name_groups
+from titan_ft.history.record import RunRecord, view
+from titan_ft.history.report.style import DETAILS
+from titan_ft.history.timeline import timeline
+
+_STATE_OF = {
+    "productive": "training",
+    "overhead": "training",
+    "wasted": "training",
+    "exchange_wait": "training",
+    "detection": "waiting",
+    "quorum": "waiting",
+    "rebuild": "waiting",
+    "wait_for_groups": "waiting",
+    "heal": "recovering",
+    "replay": "recovering",
+    "start": "starting",
+    "restart": "starting",
+    "hung": "lost",
+    "idle": "ended",
+    "unknown": "unknown",
+}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a group's time in one state; times in Unix microseconds."""
+
+    start_us: int
+    end_us: int
+    state: str
+    """One of `style.STATES`."""
+    fine: str
+    """One of `intervals.STATES`."""
+    detail: str = ""
+    """What the group did, or for whom it waited, in words."""
+
+    @property
+    def num_us(self) -> int:
+        return self.end_us - self.start_us
+
+
+@dataclass(frozen=True)
+class TimeInState:
+    """How long all groups together were in a state, and of what that time consisted."""
+
+    num_us: int
+    parts: Counter[str]
+    """Microseconds in each fine state."""
+
+
+@view
+def find_phases(record: RunRecord) -> dict[int, tuple[Phase, ...]]:
+    """Return the phases of each group, without gaps, from the job's begin to its end."""
+    rows = timeline(record).groups
+    return {group: tuple(_fold(record, group, row)) for group, row in rows.items()}
+
+
+@view
+def time_in_states(record: RunRecord) -> dict[int, dict[str, TimeInState]]:
+    """Return for each group how long it was in each state."""
+    return {group: add_up(row) for group, row in find_phases(record).items()}
+
+
+def add_up(phases: Iterable[Phase]) -> dict[str, TimeInState]:
+    """Return how long some phases took together, by state."""
+    parts: dict[str, Counter[str]] = {}
+    for phase in phases:
+        parts.setdefault(phase.state, Counter())[phase.fine] += phase.num_us
+    return {state: TimeInState(fine.total(), fine) for state, fine in parts.items()}
+
+
+def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[Phase]:
+    exchanges = [each.num_us for each in row if each.state == "exchange_wait"]
+    # Half a step of patience: exchanges of usual steps differ in length, above all on a busy machine.
+    longest_usual = (2 * median(exchanges) if exchanges else 0) + record.usual_step_us / 2
+    begins = [attempt.begin_us for attempt in record.attempts.get(group, [])]
+    for each in row:
+        phase = Phase(each.start_us, each.end_us, _STATE_OF[each.state], each.state, _describe(each))
+        if each.state == "exchange_wait" and each.num_us > longest_usual:
+            phase = replace(phase, state="waiting", detail="for the other groups, in an exchange")
+        if each.state == "idle" and each.detail == "gave up":
+            phase = replace(phase, state="lost", detail="gave up")
+        if phase.state == "waiting" and each.state != "wait_for_groups":
+            phase = replace(phase, detail=phase.detail + _because_of(record, group, each))
+        if each.state == "restart":
+            yield from _split_restart(phase, begins)
+        else:
+            yield phase
+
+
+def _describe(interval: Interval) -> str:
+    return ": ".join(filter(None, (DETAILS[interval.state], interval.detail)))
+
+
+def _split_restart(phase: Phase, begins: Sequence[int]) -> Iterator[Phase]:
+    """Yield the part of a restart in which nothing ran, and the part in which the new process started."""
+    begin = next((begin for begin in begins if phase.start_us < begin <= phase.end_us), phase.end_us)
+    if begin > phase.start_us:
+        yield replace(phase, end_us=begin, state="lost")
+    if phase.end_us > begin:
+        yield replace(phase, start_us=begin)
+
+
+def _because_of(record: RunRecord, group: int, interval: Interval) -> str:
+    """Return whom a group waited for in an interval, where an incident of another group explains it."""
+    incident = last_incident(record, interval.start_us - 2 * record.usual_step_us, interval.end_us)
+    if incident is None or group in incident.replicas:
+        return ""
+    whom = name_groups(incident.replicas) if incident.replicas else ""
+    return f"; because of {whom} ({incident.fault})" if whom else f"; because of {incident.fault}"
+
+
+def last_incident(record: RunRecord, since_us: float, until_us: float) -> Incident | None:
+    """Return the last incident that began between two moments."""
+    incidents = find_incidents(record)
+    place = bisect_right(incidents, until_us / 1e6, key=lambda incident: incident.time) - 1
+    return incidents[place] if place >= 0 and 1e6 * incidents[place].time >= since_us else None
