@@ -22,6 +22,7 @@ from titan_ft.options import (
     Group,
     Launch,
     Lighthouse,
+    Logs,
     Report,
     ShowConfig,
     Top,
@@ -106,6 +107,8 @@ def _run(argv: list[str]) -> int:
             from titan_ft.live.top import top
 
             return top(command.run_dir, once=command.once)
+        case Logs():
+            return _logs(command)
         case Curves():
             from titan_ft.live.curves import write_curves
 
@@ -156,6 +159,23 @@ def _chaos(command: Chaos) -> int:
         return 0
     protect_output()
     return run_chaos(command)
+
+
+def _logs(command: Logs) -> int:
+    from titan_ft.history.logs import show_logs
+
+    check_folder("RUN_DIR", command.run_dir)
+    if command.lines < 1:
+        raise ConfigError(f"--lines must be >= 1, got {command.lines}; leave it out for 30")
+    try:
+        record = _read(command.run_dir)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if command.group is not None and command.group not in record.groups:
+        there = ", ".join(map(str, record.groups))
+        raise ConfigError(f"--group must be a group of the run ({there}), got {command.group}")
+    print("\n".join(show_logs(record, command.run_dir, command.group, command.lines)))
+    return 0
 
 
 def _check(command: Check) -> int:

@@ -256,6 +256,22 @@ class Top(_OfRun):
 
 
 @dataclass(frozen=True)
+class Logs(_OfRun):
+    """Print why groups of a run ended: exception, rank and line of each, with the last lines of its log.
+
+    Each reason comes once, the one that ended the run first. Where nothing ended by itself, the last lines of each
+    group's rank 0 are printed.
+
+    Example: titan-ft logs runs/1 --group 1
+    """
+
+    group: Annotated[int | None, _unset("GROUP")] = None
+    """The only group to print; all when left out."""
+    lines: Annotated[int, tyro.conf.arg(metavar="LINES")] = 30
+    """Lines of each log at most."""
+
+
+@dataclass(frozen=True)
 class Curves(_OfRun):
     """Write the job's curves for TensorBoard, of a run whose groups were started one by one, and follow it to its end.
 
@@ -318,6 +334,7 @@ COMMANDS: dict[str, type] = {
     "launch": Launch,
     "config": ShowConfig,
     "top": Top,
+    "logs": Logs,
     "check": Check,
     "report": Report,
     "curves": Curves,

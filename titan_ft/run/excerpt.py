@@ -15,12 +15,14 @@ _RANK = re.compile(r"^\[rank\d+\]:\s?")
 _TRACEBACK = "Traceback (most recent call last)"
 _STACK = "Fatal Python error: "
 """Begins what faulthandler writes when a signal ends a process."""
+_MARKERS = re.compile(r"^\s+[\^~]+$")
+"""Python underlines parts of a frame's line; without them twice as many frames fit."""
 _FRAME = re.compile(r"^\s|^The above exception|^During handling|^\+|^$")
 """Lines that belong to a traceback, and do not end it."""
 
 
 def read_end(log: Path) -> list[str]:
-    """Return the last lines of a log, without colours, ranks and progress bars; empty if it cannot be read."""
+    """Return the last lines of a log, without colours, ranks, underlines and progress bars; empty without a log."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
@@ -29,6 +31,7 @@ def read_end(log: Path) -> list[str]:
     except OSError:
         return []
     lines = [_RANK.sub("", _COLOUR.sub("", line.rpartition("\r")[2])).rstrip() for line in text.split("\n")]
+    lines = [line for line in lines if _MARKERS.match(line) is None]
     while lines and not lines[-1]:
         lines.pop()
     return lines
