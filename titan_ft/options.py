@@ -117,7 +117,8 @@ class Lighthouse(LighthouseSettings):
     """
 
     bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "[::]:29510"
-    """HOST:PORT to listen at, with a numeric host; port 0 lets the system choose one."""
+    """HOST:PORT to listen at, with a numeric host; [::] is all addresses of this host, port 0 lets the system choose
+    one."""
     announce: Annotated[Path | None, _unset("FILE")] = None
     """Say in FILE, in the run's folder, where this lighthouse is, for groups with fault_tolerance.lighthouse =
     "file:FILE". It steps down when another one says so there, as its successor on another host does."""
@@ -125,8 +126,8 @@ class Lighthouse(LighthouseSettings):
     """With --announce: be ready, and announce this lighthouse when the one in FILE does not answer; then the groups
     follow within two seconds."""
     advertise: Annotated[str, _unset("HOST")] = ""
-    """With --announce: the numeric address that the groups reach this host at; when left out, that of the interface
-    which leads out of it."""
+    """The numeric address that the groups reach this host at, which is printed and announced; when left out, that of
+    --bind, or of the interface which leads out of this host."""
 
 
 @dataclass(frozen=True)

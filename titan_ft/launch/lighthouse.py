@@ -9,7 +9,6 @@ import importlib.util
 import ipaddress
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import fields
@@ -20,7 +19,14 @@ from typing import Any
 from titan_ft.config import ConfigError
 from titan_ft.launch.succession import Succession
 from titan_ft.options import Lighthouse, LighthouseSettings
-from titan_ft.run.address import bracketed
+from titan_ft.run.address import (
+    bracketed,
+    find_own_address,
+    is_unspecified,
+    join_address,
+    split_address,
+    usable_bind,
+)
 from titan_ft.run.appender import DISK_ERRNOS, retry_waiting
 from titan_ft.run.lighthouse import Announcement
 from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
@@ -39,15 +45,20 @@ def check_settings(settings: LighthouseSettings) -> None:
 
 
 def split_bind(bind: str) -> tuple[str, int]:
-    """Split HOST:PORT, where HOST may be an IPv6 address in brackets.
+    """Split HOST:PORT, where HOST is the number of an address of this host; IPv6 in brackets.
 
     Raises:
         ConfigError: it does not have that form.
     """
-    host, separator, port = bind.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
+    try:
+        host, port = split_address(bind)
+    except ValueError:
+        host, port = "", 0
+    if not host or "/" in bind or port > 65535:
         raise ConfigError(f"--bind must be HOST:PORT, got {bind!r}; for example [::]:29510, port 0 to have one chosen")
-    return host, int(port)
+    # A name stands for several addresses, of which torchft would take one, and the groups another.
+    _check_numeric("--bind", host, "[::] listens at all addresses of this host")
+    return host, port
 
 
 def _native_torchft() -> Any:
@@ -76,7 +87,7 @@ def serve(command: Lighthouse) -> int:
     Raises:
         ConfigError: it cannot listen where it should, or not announce itself.
     """
-    host, _ = split_bind(command.bind)
+    host, port = split_bind(command.bind)
     check_settings(command)
     _check_announcement(command)
     if PARENT_PID_ENV in os.environ:  # started by a launcher; by hand, it may outlive the shell that started it
@@ -85,20 +96,20 @@ def serve(command: Lighthouse) -> int:
     os.environ.setdefault("RUST_LOG", "warn")
     stop = StopRequests(signal.SIGTERM, signal.SIGINT)
     with protected_native_output():
-        _serve(command, host, stop)
+        _serve(command, usable_bind(host), port, stop)
     if command.standby and not stop:
         # Anew: a server that is shut down goes on answering those who are connected to it.
         os.execv(sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:]])
     return stop.status
 
 
-def _serve(command: Lighthouse, host: str, stop: StopRequests) -> None:
+def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests) -> None:
     """Serve until a signal, or until another lighthouse is announced.
 
     Raises:
         ConfigError: it cannot listen where it should, or not announce itself.
     """
-    bind, settings = command.bind, command
+    bind, settings = join_address(host, port), command
     try:
         server = _native_torchft().LighthouseServer(
             bind=bind,
@@ -110,15 +121,11 @@ def _serve(command: Lighthouse, host: str, stop: StopRequests) -> None:
     except RuntimeError as error:
         raise ConfigError(f"the lighthouse cannot listen at {bind}: {error}; choose another --bind") from error
     # torchft's address() holds the host's name, which others would have to resolve.
-    reachable = host
-    if host in ("[::]", "0.0.0.0"):
-        reachable = (bracketed(command.advertise) or _own_address()) if command.announce else "127.0.0.1"
-    port = server.address().rsplit(":", 1)[1]
-    # One write: print makes two when unbuffered, and a log line of torchft's could come between.
-    sys.stdout.write(f"{ANNOUNCEMENT}http://{reachable}:{port}\n")
-    sys.stdout.flush()
+    reachable = command.advertise or (find_own_address(host) if is_unspecified(host) else host)
+    address = f"http://{bracketed(reachable)}:{server.address().rsplit(':', 1)[1]}"
+    _say(f"{ANNOUNCEMENT}{address}")
     if command.announce is not None:
-        own = Announcement.of_this_process(f"http://{reachable}:{port}", os.environ)
+        own = Announcement.of_this_process(address, os.environ)
         with contextlib.suppress(OSError):  # said when it is to be announced
             own.prepare(command.announce)
         try:
@@ -169,29 +176,20 @@ def _take_turns(path: Path, succession: Succession, stop: StopRequests) -> None:
 
 
 def _say(text: str) -> None:
+    # One write: print makes two when unbuffered, and a log line of torchft's could come between.
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def _check_announcement(command: Lighthouse) -> None:
-    if command.announce is None and (command.standby or command.advertise):
-        option = "--standby" if command.standby else "--advertise"
-        raise ConfigError(f"{option} must come with --announce FILE, got it alone; give the file that the groups read")
+    if command.announce is None and command.standby:
+        raise ConfigError("--standby must come with --announce FILE, got it alone; give the file that the groups read")
     if command.advertise:
-        try:
-            ipaddress.ip_address(command.advertise)
-        except ValueError as error:
-            raise ConfigError(
-                f"--advertise must be a numeric address, got {command.advertise!r}; give that of the network that the "
-                "groups use"
-            ) from error
+        _check_numeric("--advertise", command.advertise, "give that of the network that the groups use")
 
 
-def _own_address() -> str:
-    """Return the numeric address of the interface that leads out of this host; no name lookup of it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect(("203.0.113.1", 9))  # reserved for documentation; a datagram socket sends nothing
-        return str(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"
+def _check_numeric(option: str, host: str, remedy: str) -> None:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError as error:
+        raise ConfigError(f"{option} must be a numeric address, got {host!r}; {remedy}") from error

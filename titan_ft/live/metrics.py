@@ -83,7 +83,7 @@ class MetricsServer:
         self._drained_attempts: set[tuple[int, int]] = set()
         self._differing_steps: set[int] = set()
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server, self._thread = start_http_server(port, address.usable_bind(host), registry)
         except OSError as error:
             raise ConfigError(
                 f"--metrics-port must be a free port of an address of this host, got {host}:{port} ({error.strerror}); "

@@ -34,7 +34,7 @@ from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.watchdog import end_process
 from titan_ft.round_settings import quantizes
-from titan_ft.run.address import join_address, split_address
+from titan_ft.run.address import find_source_address, join_address, split_address
 from titan_ft.run.error_file import write_error
 from titan_ft.run.events import RankSilent, StateServed
 from titan_ft.run.lighthouse import LighthouseAddress
@@ -75,7 +75,7 @@ class Links:
     ) -> None:
         self._config, self._launch, self._events, self._drain = config, launch, events, drain
         shape = _group_shape(parallel_dims, model_parts, group)
-        self.host = config.advertise_address or _resolve_address(_find(launch.lighthouse, config))
+        self.host = config.advertise_address or find_source_address(*split_address(_find(launch.lighthouse, config)))
         self.server = StateServer(
             config.bind_address or self.host,
             launch.token,
@@ -221,11 +221,3 @@ def _find(lighthouse: str, config: FaultTolerance) -> str:
         raise LighthouseError(
             f"{error} (fault_tolerance.start_timeout_seconds); check that the lighthouse's job runs, and with this file"
         ) from error
-
-
-def _resolve_address(lighthouse: str) -> str:
-    """Return the numeric address of the interface that leads to the lighthouse; no name lookup of this host."""
-    family, _, _, _, target = socket.getaddrinfo(*split_address(lighthouse), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # a datagram socket: chooses the route, sends nothing
-        return str(probe.getsockname()[0])
