@@ -25,6 +25,7 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "kubernetes/README.md",
+    "tests/README.md",
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 )
 PRINTED = (("docs/settings.py", "docs/settings.md"), ("docs/images/overview.py", "docs/images/overview.svg"))
@@ -34,7 +35,7 @@ _RENAMED = {
     "scripts/lighthouse.sh": "lighthouse",
     "scripts/replica_group.sh": "group",
 }
-_SOURCES = ("titan_ft", "tests", "scripts", "benchmarks", "kubernetes")
+_SOURCES = ("titan_ft", "tests", "scripts", "benchmarks", "kubernetes", "slurm")
 _WORD = r"[A-Za-z_]\w*"
 
 
@@ -156,7 +157,8 @@ def test_a_command_that_is_wrong_is_noticed(command: str) -> None:
 
 def test_every_command_is_listed_with_what_runs_it() -> None:
     """None is missing, none is left over."""
-    rows = re.findall(r"^\| `(.*)` \| (.+) \|$", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
+    table, *_ = (ROOT / "tests/README.md").read_text().partition("\n## Schedules")
+    rows = re.findall(r"^\| `(.*)` \| (.+) \|$", table, re.MULTILINE)
     listed = [command.replace("\\|", "|") for command, _ in rows]
     shown = set()
     for page in PAGES:
@@ -174,10 +176,10 @@ def test_links_lead_somewhere(page: str) -> None:
         if not path.startswith("http"):
             file = (ROOT / page).parent / path if path else ROOT / page
             assert file.exists(), target
-            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if heading else []
-            assert not heading or heading in {
-                re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
-            }
+            text = file.read_text() if heading else ""
+            titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert not heading or heading in anchors.union(re.findall(r'<a id="(\w+)">', text)), target
 
 
 @pytest.mark.parametrize(("script", "page"), PRINTED)
@@ -185,6 +187,17 @@ def test_what_is_printed_is_current(script: str, page: str) -> None:
     """The settings' page and the README's picture are what their scripts print."""
     printed = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert printed == (ROOT / page).read_text(), f"run: python {script} > {page}"
+
+
+def test_every_environment_variable_is_listed() -> None:
+    """The table has each variable of this project that the package or a script reads, and no other one."""
+    page = (ROOT / "docs/operations.md").read_text().partition("## Environment variables")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"TITAN_FT_[A-Z_]+", row)}
+    files = [ROOT / path.removeprefix("/") for path in _files() if not path.startswith("/tests/")]
+    texts = [path.read_text() for path in files if path.suffix in (".py", ".sh", ".sbatch", ".yaml")]
+    used = {name for text in texts for name in re.findall(r"\bTITAN_FT_[A-Z_]*[A-Z]\b", text)}
+    assert listed == used - {"TITAN_FT_TEST_HOOKS"}  # read by the workers of tests
 
 
 def test_all_faults_are_told() -> None:
@@ -196,4 +209,4 @@ def test_all_faults_are_told() -> None:
 
 def test_the_readme_is_short() -> None:
     """The README is read in one go; the rest is in docs/."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 115
