@@ -243,3 +243,17 @@ def test_incidents_are_json() -> None:
     (told,) = [incident.to_dict() for incident in find_incidents(RunRecord(killed_run()))]
     assert json.loads(json.dumps(told))["heal"]["donor"] == 0
     assert not {"failures", "drains"} & told.keys()
+
+
+def test_dead_agent_is_a_failure_of_its_group() -> None:
+    """It takes the workers along, of whose ends no event tells: one failure, with its stall and its return."""
+    events = [event for event in killed_run() if event.name not in ("fault_injected", "worker_exited")]
+    events.append(
+        say(12.6, "agent_ended", 1, signal="SIGKILL", restarts=True, reason="its agent was killed by SIGKILL")
+    )
+    (failure,) = find_failures(RunRecord(events))
+    assert (failure.replica, failure.attempt, failure.cause) == (1, 0, "agent: SIGKILL")
+    assert failure.stall_seconds == pytest.approx(2.0)
+    assert failure.rejoin_seconds == pytest.approx(19.0 - 12.6)
+    both = [*events, say(12.5, "worker_exited", 1, signal="SIGSEGV", stopped=False)]
+    assert [failure.cause for failure in find_failures(RunRecord(both))] == ["SIGSEGV"]

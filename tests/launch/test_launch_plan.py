@@ -39,7 +39,7 @@ def plan(config: Path, num_replicas: int = 3, worker_args: list[str] | None = No
 
 
 def supervisor_args(made: LaunchPlan, replica: int) -> list[str]:
-    return made.supervisor_args(replica, LIGHTHOUSE)
+    return made.supervisor_args(replica, 0, LIGHTHOUSE)
 
 
 def began(paths: RunPaths, *names: str) -> None:
@@ -93,7 +93,7 @@ def test_command_lines(config: Path) -> None:
 def test_options_reach_the_supervisor(config: Path) -> None:
     """--no-zygote and --drain-timeout do, and why a spare begins."""
     made = plan(config, spares=1, no_zygote=True, drain_timeout=7.5)
-    group, spare = supervisor_args(made, 2), made.supervisor_args(2, LIGHTHOUSE, "a spare takes its place")
+    group, spare = supervisor_args(made, 2), made.supervisor_args(2, 0, LIGHTHOUSE, "a spare takes its place")
     assert "--takeover=a spare takes its place" in spare
     assert [flag for flag in spare if "takeover" not in flag] == group
     assert group.index("--no-zygote") < group.index("--")
@@ -333,8 +333,7 @@ def test_resume_needs_an_earlier_run_and_a_checkpoint(config: Path) -> None:
     (first.paths.checkpoint / "step-10").mkdir(parents=True)
     first.paths.logs(1, 4, 0).parent.mkdir(parents=True)
     again = plan(config, resume=True)
-    assert "--attempt=5" in supervisor_args(again, 1)
-    assert "--attempt=0" in supervisor_args(again, 0)
+    assert [again.paths.next_attempt(replica) for replica in (0, 1)] == [0, 5]
     again.write()
     assert LaunchPlan(Launch(first.paths.config, 3, 2, first.paths.root, resume=True)).num_replicas == 3
     with pytest.raises(ConfigError, match=r"checkpoint.enable = true, got false; .* start anew"):

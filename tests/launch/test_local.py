@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import signal
 import socket
 from pathlib import Path
@@ -216,9 +217,9 @@ def lighthouse_of(pid: int) -> int | None:
 def test_killed_supervisor_fails_only_its_group(run: Any) -> None:
     """A killed supervisor leaves no workers; the other group goes on, and so does the zygote: a spare is its next fork.
 
-    Without a spare left the launcher says what happened.
+    Without a restart and a spare left the launcher says what happened.
     """
-    launcher = run.launch(replicas=2, spares=1)
+    launcher = run.launch(replicas=2, spares=1, max_restarts=0)
     workers = [run.worker(replica, 0, 0) for replica in (0, 1)]
     zygote = zygote_of(launcher.pid)
     assert zygote is not None
@@ -232,10 +233,44 @@ def test_killed_supervisor_fails_only_its_group(run: Any) -> None:
     assert run.is_alive(workers[1]["pid"])
     assert run.is_alive(zygote)
     run.order(1, "any", "any", "exit 0")
-    _, errors = launcher.communicate(timeout=20)
+    printed, errors = launcher.communicate(timeout=20)
     assert launcher.returncode == 1
-    assert errors.count("supervisor of group 0 ended (SIGKILL)") == 2
+    assert printed.count("group 0 died: its agent was killed by SIGKILL") == 2
+    assert printed.count("group 0 failed: its agent was killed by SIGKILL; no restart left (--max-restarts 0") == 2
     assert "1 of 2 groups failed: 0" in errors
+    ended = run.events("agent_ended")
+    assert [(event["replica"], event["attempt"], event["restarts"]) for event in ended] == [
+        (0, 0, False),
+        (0, 1, False),
+    ]
+    assert run.all_gone()
+
+
+@pytest.mark.parametrize("zygote", [True, False])
+def test_killed_agent_is_replaced(run: Any, zygote: bool) -> None:
+    """Its group is started again under the next attempt, once its workers are gone, also one that is stopped."""
+    launcher = run.launch(replicas=2, no_zygote=not zygote)
+    old, other = run.worker(0, 0, 0), run.worker(1, 0, 0)
+    run.order(0, 0, 0, "step 1")
+    run.wait_obeyed(0, 0, 0)
+    os.kill(old["pid"], signal.SIGSTOP)
+    killed = old["parent"]
+    os.kill(killed, signal.SIGKILL)
+    new = run.worker(0, 0, 1)
+    assert not run.is_alive(old["pid"])
+    assert new["parent"] != killed
+    assert run.is_alive(other["pid"])
+    (ended,) = run.events("agent_ended")
+    assert ended == ended | {"replica": 0, "attempt": 0, "agent_pid": killed, "signal": "SIGKILL", "restarts": True}
+    (restarted,) = run.events("replica_restarted")
+    assert (restarted["attempt"], restarted["reason"]) == (1, "its agent was killed by SIGKILL")
+    for replica in (0, 1):
+        run.order(replica, "any", "any", "exit 0")
+    printed, errors = launcher.communicate(timeout=30)
+    assert (launcher.returncode, errors) == (0, "")
+    (line,) = [line for line in printed.splitlines() if "died" in line]
+    assert re.fullmatch(r"\[ *\d+\.\d s\] group 0 died: its agent was killed by SIGKILL; see .*supervisor.log", line)
+    assert "group 0 restarting (attempt 1)" in printed
     assert run.all_gone()
 
 
@@ -351,9 +386,9 @@ def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
 
 
 def test_what_a_spare_may_replace() -> None:
-    """A group out of restarts, or whose supervisor was killed; not one that is final, wrong, stopped or still there."""
+    """A group out of restarts, of its workers or of its agent; not one that is final, wrong, stopped or still there."""
     assert may_replace(1, gave_up=True)
-    assert may_replace(-signal.SIGKILL, gave_up=False)
+    assert may_replace(-signal.SIGKILL, gave_up=True)
     assert not may_replace(1, gave_up=False)
     assert not any(may_replace(code, gave_up=True) for code in (None, 0, CONFIG_ERROR_CODE, FINAL_CODE))
 

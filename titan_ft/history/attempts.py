@@ -99,9 +99,9 @@ class Attempt:
     in_order: bool = False
     """Whether it finished its step before it left."""
     exit_us: int | None = None
-    """When the supervisor found the first worker ended."""
+    """When the supervisor found the first worker ended, or the launcher its agent and all workers."""
     ended_by: str = ""
-    """The signal or the exit code that ended its first worker, where that was a failure; else empty."""
+    """What ended its first worker, or its agent, where that was a failure: a signal or an exit code; else empty."""
     stopped: bool = False
     """Whether the supervisor ended it because the run was stopped."""
     gave_up_us: int | None = None
@@ -110,7 +110,7 @@ class Attempt:
 
     @property
     def failed(self) -> bool:
-        """Whether a worker ended by itself with a signal or a nonzero code, and not because it was asked to leave."""
+        """Whether a worker, or the agent, ended with a signal or a nonzero code, and not because it was asked to."""
         return bool(self.ended_by)
 
     @property
@@ -130,6 +130,12 @@ class Attempt:
             return self.exit_us
         alive = [time for time, event in self.moments if isinstance(event, ev.StepCommitted | ev.HealFinished)]
         return max([self.fault.time_us, *alive[-1:]])
+
+    def note_agent_end(self, time: int, event: ev.AgentEnded) -> None:
+        """Take in the death of the group's agent, which takes the workers along; those that died before it count."""
+        if not self.failed:
+            self.exit_us = time if self.exit_us is None else self.exit_us
+            self.ended_by, self.stopped = event.cause, False
 
     def note_exit(self, time: int, event: ev.WorkerExited) -> None:
         """Take in the end of a worker. The first failure is the attempt's: its other workers die of it."""
@@ -197,6 +203,8 @@ def read_attempts(events: Iterable[ev.Event], faults: Sequence[Fault]) -> dict[i
         match event:
             case ev.WorkerExited():
                 attempt.note_exit(time, event)
+            case ev.AgentEnded():
+                attempt.note_agent_end(time, event)
             case ev.ReplicaGaveUp():
                 attempt.gave_up_us = time
             case ev.Hung():

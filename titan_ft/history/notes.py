@@ -74,6 +74,7 @@ TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
         f"a checkpoint of another job is {e.folder} now, for the job went back before it (saved: step {e.step:,})"
     ),
     ev.CheckpointWithdrawn: lambda e, u: f"the checkpoint of step {e.step:,} was removed: its state was corrupt",
+    ev.AgentEnded: lambda e, u: f"ended: {e.reason}",
     ev.ReplicaGaveUp: lambda e, u: f"was not started again: {e.reason}",
     ev.SpareTookOver: lambda e, u: "a spare took its place",
     ev.LighthouseRestarted: lambda e, u: f"a new lighthouse listened after {e.seconds:.1f} s: {e.reason}",

@@ -39,8 +39,8 @@ class ProcessHistory:
     attempt: int
     pid: int
     events: list[ev.Event] = field(default_factory=list)
-    exit: ev.WorkerExited | None = None
-    """What its supervisor wrote of its end."""
+    exit: ev.WorkerExited | ev.AgentEnded | None = None
+    """What its supervisor wrote of its end, or the launcher of the end of both."""
 
     @property
     def name(self) -> str:
@@ -154,6 +154,9 @@ class RunRecord:
             ended = found.get((exit.replica, exit.rank, exit.attempt, exit.worker_pid))
             if ended is not None:
                 ended.exit = exit
+        dead_agents = {(event.replica, event.attempt): event for event in self.of(ev.AgentEnded)}
+        for process in found.values():
+            process.exit = process.exit or dead_agents.get((process.replica, process.attempt))
         return list(found.values())
 
     @cached_property

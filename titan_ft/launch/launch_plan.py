@@ -375,17 +375,18 @@ class LaunchPlan:
             command += [f"--{setting.name.replace('_', '-')}", str(getattr(self.lighthouse, setting.name))]
         return command
 
-    def supervisor_args(self, replica: int, lighthouse: str, takeover: str = "") -> list[str]:
-        """Return the command line that supervises one group from its first attempt that the folder does not hold.
+    def supervisor_args(self, replica: int, attempt: int, lighthouse: str, takeover: str = "") -> list[str]:
+        """Return the command line that supervises one group.
 
         Args:
+            attempt: number of its first attempt.
             lighthouse: its address.
             takeover: why that attempt is a restart; empty if it is none.
         """
         return [
             f"--run-dir={self.paths.root}",
             f"--replica={replica}",
-            f"--attempt={self.paths.next_attempt(replica)}",
+            f"--attempt={attempt}",
             f"--ranks={self.num_ranks}",
             f"--lighthouse={lighthouse}",
             f"--max-restarts={self.options.max_restarts}",

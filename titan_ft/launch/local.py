@@ -9,13 +9,15 @@ import secrets
 import signal
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
+from titan_ft.launch.agent_keeper import AgentKeeper
 from titan_ft.launch.children import Child, Children, Process
 from titan_ft.launch.going_on import CHECKPOINTS_OFF, describe_stop
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd, may_replace
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd, RestartPolicy, has_trained, may_replace
 from titan_ft.launch.supervisor import GRACE_SECONDS, SUPERVISOR
 from titan_ft.launch.worker_group import open_log, usual_env
 from titan_ft.launch.zygote import Zygote, is_possible
@@ -26,6 +28,7 @@ from titan_ft.live.run_status import RunStatus, shape
 from titan_ft.live.status_view import LaunchView
 from titan_ft.run.appender import any_is_cut, retry_waiting
 from titan_ft.run.events import (
+    AgentEnded,
     CheckpointFailed,
     CheckpointSaved,
     Drained,
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
 
 TICK_SECONDS = 0.1
 _TOLD_AT_A_STOP = (Drained, CheckpointSaved, CheckpointFailed, SavingBeforeLeaving)
+_ANNOUNCED_HERE = (AgentEnded, ReplicaGaveUp, SpareTookOver)
+"""Events of the launcher about groups, which it takes in when it writes them."""
 QUIET_SECONDS = 40.0
 """Before the end that --minutes sets: no fault comes any more, so that all groups are back when it is time to leave."""
 
@@ -80,10 +85,9 @@ class LocalRun:
             self._children,
             self._events,
         )
-        self._supervisors: dict[int, Child] = {}
+        self._agents: dict[int, AgentKeeper] = {}
         self._num_spares = plan.options.spares
         self._zygote: Zygote | None = None
-        self._shown: set[Child] = set()
         self._trains_since: float | None = None
         self._time_is_up = False
         self._common_end = CommonEnd()
@@ -181,7 +185,7 @@ class LocalRun:
                 return self._lighthouse_failed()
             self._watch_zygote()
         for replica in range(plan.num_replicas):
-            self._supervisors[replica] = self._start_supervisor(replica)
+            self._agents[replica] = self._keep_agent(replica)
         return self._watch()
 
     def _start_zygote(self) -> None:
@@ -209,10 +213,20 @@ class LocalRun:
             )
             self._zygote = None
 
-    def _start_supervisor(self, replica: int, takeover: str = "") -> Child:
-        """Start a group: as a fork of the zygote where there is one, else as a process that imports everything."""
+    def _keep_agent(self, replica: int) -> AgentKeeper:
+        policy = RestartPolicy(self.plan.options.max_restarts, run_trains=lambda: has_trained(self.plan.paths))
+        start = partial(self._start_supervisor, replica)
+        return AgentKeeper(replica, self.plan.paths, policy, start, self._announce)
+
+    def _start_supervisor(self, replica: int, attempt: int, takeover: str) -> Child:
+        """Start a group's agent: a fork of the zygote where there is one, else a process that imports everything.
+
+        Args:
+            attempt: number of the group's next attempt.
+            takeover: why that is a restart; empty if it is none.
+        """
         name, log = f"supervisor of group {replica}", self.plan.paths.supervisor_log(replica)
-        args = self.plan.supervisor_args(replica, self._lighthouse.address, takeover)
+        args = self.plan.supervisor_args(replica, attempt, self._lighthouse.address, takeover)
         if self._zygote is not None:
             with open_log(log, "ab") as output:
                 files = (output.fileno(), output.fileno())
@@ -227,7 +241,7 @@ class LocalRun:
     def _watch(self) -> tuple[int, str]:
         """Follow the run to its end; return the exit status and the reason."""
         while True:
-            codes = {replica: child.code for replica, child in self._supervisors.items()}
+            codes = {replica: agent.code for replica, agent in self._agents.items()}
             self._lighthouse.poll()
             self._watch_zygote()
             self._refresh()
@@ -237,7 +251,7 @@ class LocalRun:
                 self._chaos.poll()
                 if self._seconds_left() < QUIET_SECONDS:
                     self._chaos.close()
-            self._show_failures(codes)
+            self._keep_agents(codes)
             if CONFIG_ERROR_CODE in codes.values():
                 # All groups read the same file: the others would only wait for each other.
                 return CONFIG_ERROR_CODE, "the configuration is wrong"
@@ -279,26 +293,37 @@ class LocalRun:
         """Fold and show what happened since the last call."""
         retry_waiting()
         for event in self._tail.poll():
-            if isinstance(event, StepCommitted) and self._trains_since is None:
-                self._trains_since = time.monotonic()
-            if self._chaos is not None:
-                self._chaos.observe(event)
-            line = self.status.observe(event)
-            self._hopeless = self._hopeless or self._judge(event)
-            if self._metrics:
-                self._metrics.observe(event)
-            if self._curve:
-                self._curve.observe(event)
-            # When the whole run is stopped, workers do not "die" one by one.
-            stopping = self.stop or self._time_is_up
-            if line is not None and (not stopping or isinstance(event, _TOLD_AT_A_STOP)):
-                self.view.line(line)
+            if not isinstance(event, _ANNOUNCED_HERE) or event.pid != os.getpid():
+                self._observe(event)
         line = self.status.observe_cut(self._tail.cut, time.monotonic())
         if line is not None:
             self.view.line(line)
         if self._metrics:
             self._metrics.update(self.status.groups)
         self.view.update(self.status)
+
+    def _announce(self, event: Event) -> None:
+        """Write an event of this process, and take it in at once: on a full disk the tail shows it late, or never."""
+        self._events.emit(event)
+        self._observe(event)
+
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, StepCommitted) and self._trains_since is None:
+            self._trains_since = time.monotonic()
+        if self._chaos is not None:
+            self._chaos.observe(event)
+        if event.replica in self._agents:
+            self._agents[event.replica].observe(event)
+        line = self.status.observe(event)
+        self._hopeless = self._hopeless or self._judge(event)
+        if self._metrics:
+            self._metrics.observe(event)
+        if self._curve:
+            self._curve.observe(event)
+        # When the whole run is stopped, workers do not "die" one by one.
+        stopping = self.stop or self._time_is_up
+        if line is not None and (not stopping or isinstance(event, _TOLD_AT_A_STOP)):
+            self.view.line(line)
 
     def _judge(self, event: Event) -> str:
         """Return why an event shows that no further start of a group helps the run; empty for nearly all."""
@@ -314,15 +339,12 @@ class LocalRun:
                 return self._common_end.observe_loss(event, trained)
         return ""
 
-    def _show_failures(self, codes: dict[int, int | None]) -> None:
-        """Report a supervisor that ended without having said why in an event."""
-        ended = [
-            (self._supervisors[r], self.status.groups[r].state == status.FAILED) for r, code in codes.items() if code
-        ]
-        for child, explained in ended:
-            if child not in self._shown and not explained:
-                self.view.error(f"{child.describe_end()}; {child.log}: {last_error_line(child.log)}")
-            self._shown.add(child)
+    def _keep_agents(self, codes: dict[int, int | None]) -> None:
+        """Start agents that died again, and report those that ended without having said why in an event."""
+        for replica, agent in self._agents.items():
+            agent.poll()
+            if codes[replica] and self.status.groups[replica].state != status.FAILED:
+                agent.report_end()
 
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
         """Start a spare in the place of each group that is lost, while there is one; its exit status becomes None."""
@@ -335,12 +357,12 @@ class LocalRun:
             gave_up = self.status.groups[replica].state == status.FAILED
             if self._num_spares and may_replace(code, gave_up):
                 self._num_spares -= 1
-                self._events.emit(SpareTookOver(replica=replica, attempt=self.plan.paths.next_attempt(replica)))
-                self._supervisors[replica] = self._start_supervisor(replica, "a spare takes its place")
+                attempt = self._agents[replica].take_over("a spare takes its place")
+                self._announce(SpareTookOver(replica=replica, attempt=attempt))
                 codes[replica] = None
 
     def _finished(self) -> tuple[int, str]:
-        failed = [replica for replica, child in self._supervisors.items() if child.code != 0]
+        failed = [replica for replica, agent in self._agents.items() if agent.code != 0]
         if failed:
             reason = f"{len(failed)} of {self.plan.num_replicas} groups failed: {', '.join(map(str, failed))}"
             self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
@@ -375,7 +397,7 @@ class LocalRun:
 
         By the exit status of each group: on a full disk its last event comes late, or never.
         """
-        late = [replica for replica, child in self._supervisors.items() if child.code != 0]
+        late = [replica for replica, agent in self._agents.items() if agent.code != 0]
         if not late:
             self.view.line(f"all groups left; see titan-ft report {self.plan.paths.root}")
             return 0, "all groups left when the time was up"

@@ -32,6 +32,8 @@ FINAL_CODE = 3
 """Exit status of a worker whose group must not come back by itself: its state diverged, or another took its place."""
 HOST_SUSPECTED_CODE = 4
 """Exit status of a group's agent that leaves a suspected host: the group should go on elsewhere."""
+AGENT_CRASHED_CODE = 5
+"""Exit status of a group's agent that an exception of its own has ended; it has given nothing up."""
 WINDOW_SECONDS = 24 * 3600.0
 """Restarts before it are forgotten when the group commits: a run of weeks does not end of what has happened in all."""
 MAX_SAME_ENDS = 3
@@ -359,11 +361,8 @@ def _describe_cause(event: WorkerExited) -> str:
 
 
 def may_replace(code: int | None, gave_up: bool) -> bool:
-    """Tell whether a spare may take the place of a group, by how its supervisor ended.
+    """Tell whether a spare may take the place of a group, by how its agent ended.
 
-    Another process would do no better where the config is wrong or the state diverged. A supervisor that was killed
-    did not get to say that it gave up.
+    Another process would do no better where the config is wrong or the state diverged.
     """
-    if code is None or code in (0, CONFIG_ERROR_CODE, FINAL_CODE):
-        return False
-    return gave_up or code < 0
+    return gave_up and code not in (None, 0, CONFIG_ERROR_CODE, FINAL_CODE)

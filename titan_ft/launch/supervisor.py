@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.launch.forks import preload
 from titan_ft.launch.own_end import kind_of_end
 from titan_ft.launch.restart_policy import (
+    AGENT_CRASHED_CODE,
     CONFIG_ERROR_CODE,
     AttemptEnd,
     AttemptEvents,
@@ -127,7 +129,11 @@ class Supervisor:
             self._group.kill()
 
     def run(self) -> int:
-        """Return 0 when the group finished or was drained, 2 or 3 (see `restart_policy`) as a worker did, else 1."""
+        """Return 0 when the group finished or was drained, 2 or 3 (see `restart_policy`) as a worker did, else 1.
+
+        Raises:
+            Exception: whatever this process cannot do (no file, no fork); the group's workers have ended with it.
+        """
         attempt = self.spec.attempt
         restarted_because = self.spec.takeover
         try:
@@ -368,7 +374,12 @@ def main() -> int:
     end_with_parent(kill_workers)
     spec.env = worker_env(spec.replica, spec.ranks, spec.lighthouse)
     started.append(Supervisor(spec, stop, choose_starter(spec)))
-    return started[0].run()
+    try:
+        return started[0].run()
+    except Exception:  # noqa: BLE001  # process edge: the launcher must know that the group was not given up
+        traceback.print_exc()
+        started[0].kill_workers()
+        return AGENT_CRASHED_CODE
 
 
 def choose_starter(spec: GroupSpec) -> Starter:

@@ -26,6 +26,7 @@ STEP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20
 FAILURE_CAUSES = (
     *("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGSEGV", "SIGTERM"),
     *("exit code 1", "exit code 2", "exit code 3"),
+    "agent",
 )
 OTHER_CAUSE = "other"
 """What any other signal or exit code counts as, so that all series are there from the start."""
@@ -136,7 +137,8 @@ class MetricsServer:
         self._exchanges_failed = counter("exchanges_failed", "Those that failed and were repeated.")
         self._step_seconds = histogram("step_seconds", "Seconds of a committed step, or round.", buckets=STEP_BUCKETS)
         self._restarts = counter("restarts", "Restarts of groups.", ("replica", "standby"))
-        self._failures = counter("failures", "Ends of groups, by what ended the first rank.", ("replica", "cause"))
+        ends = "Ends of groups, by what ended the first rank, or the agent."
+        self._failures = counter("failures", ends, ("replica", "cause"))
         self._heals = counter("heals", "Transfers of state to a group that ended well.", ("replica",))
         self._heal_bytes = counter("heal_received_bytes", "Bytes of state that healing groups received.", ("replica",))
         self._sent_bytes = counter("gradient_sent_bytes", "Bytes of gradients sent to other groups.", ("replica",))
@@ -161,6 +163,8 @@ class MetricsServer:
                 self._begin_faults()
             case ev.WorkerExited():
                 self._count_exit(event)
+            case ev.AgentEnded():
+                self._count_failure(event, "agent")
             case ev.ReplicaRestarted():
                 self._restarts.labels(str(event.replica), "true" if event.standby else "false").inc()
             case ev.FaultInjected() if new_fault:
@@ -234,12 +238,16 @@ class MetricsServer:
 
     def _count_exit(self, event: ev.WorkerExited) -> None:
         """Count the first end of an attempt that was none in order; its other ranks die of it."""
-        attempt, cause = (event.replica, event.attempt), event.cause
-        asked = attempt in self._drained_attempts and cause == "SIGTERM"
-        if cause is None or event.stopped or asked or attempt in self._failed_attempts:
-            return
-        self._failed_attempts.add(attempt)
-        self._failures.labels(str(event.replica), cause if cause in FAILURE_CAUSES else OTHER_CAUSE).inc()
+        cause = event.cause
+        asked = (event.replica, event.attempt) in self._drained_attempts and cause == "SIGTERM"
+        if cause is not None and not event.stopped and not asked:
+            self._count_failure(event, cause)
+
+    def _count_failure(self, event: ev.GroupEvent, cause: str) -> None:
+        attempt = (event.replica, event.attempt)
+        if attempt not in self._failed_attempts:
+            self._failed_attempts.add(attempt)
+            self._failures.labels(str(event.replica), cause if cause in FAILURE_CAUSES else OTHER_CAUSE).inc()
 
 
 def _known(value: float | None) -> float:

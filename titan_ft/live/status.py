@@ -99,6 +99,9 @@ def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
             return replace(group, state=DIED, loss=None, own_loss=None, own_seconds=None, error=error)
         case ev.WorkerExited() if group.state != DRAINED and event.rank == 0 and not event.stopped:
             return replace(group, state=FINISHED)
+        case ev.AgentEnded():
+            state = DIED if event.restarts else FAILED
+            return replace(group, state=state, loss=None, own_loss=None, own_seconds=None, error=event.reason)
         case ev.SpareTookOver():  # its supervisor's event of the restart follows
             return _starting(group, event.attempt)
         case ev.ReplicaRestarted():
@@ -241,6 +244,8 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
             # The exception first: `top` cuts its lines at the terminal's width.
             parts = [event.error, event.reason or "a worker ended", event.log and f"see {event.log}"]
             return f"{name} died: {'; '.join(part for part in parts if part)}"
+        case ev.AgentEnded():
+            return f"{name} died: {event.reason}" + (f"; see {event.log}" if event.log else "")
         case ev.ReplicaRestarted():
             return f"{name} restarting (attempt {new.attempt})"
         case ev.ReplicaGaveUp():

@@ -49,7 +49,7 @@ class RankEvent(Event, kw_only=True):
 
 
 class GroupEvent(Event, kw_only=True):
-    """Announced of a group by its supervisor; `spare_took_over` by the launcher."""
+    """Announced of a group by its supervisor; `spare_took_over` and `agent_ended` by the launcher."""
 
     replica: int = -1
     attempt: int = -1
@@ -593,6 +593,26 @@ class HostLeft(GroupEvent, kw_only=True):
     reason: str  # in words
 
 
+class AgentEnded(GroupEvent, kw_only=True):
+    """The agent that keeps a group's workers ended without a reason of its own: it was killed, or it crashed.
+
+    Announced by the launcher once the group's workers are gone as well. `attempt` is the one that ended with the agent.
+    The group's next agent announces `replica_restarted`; without a next one, `replica_gave_up` follows.
+    """
+
+    agent_pid: int  # its process
+    reason: str  # in words, such as "its agent was killed by SIGKILL"
+    restarts: bool  # whether the group is started again
+    code: int | None = None  # exit status of the agent, if it ended by itself
+    signal: str | None = None  # name of the signal that ended it, if one did
+    log: str | None = None  # path of the agent's log
+
+    @property
+    def cause(self) -> str:
+        """What ended the agent: "agent: SIGKILL" or "agent: exit code 1"."""
+        return f"agent: {self.signal or f'exit code {self.code}'}"
+
+
 class ReplicaRestarted(GroupEvent, kw_only=True):
     """A group is started again; `attempt` is the new one."""
 
@@ -601,12 +621,12 @@ class ReplicaRestarted(GroupEvent, kw_only=True):
 
 
 class ReplicaGaveUp(GroupEvent, kw_only=True):
-    """A group is not started again."""
+    """A group is not started again. Announced by its supervisor, or by the launcher where that ended itself."""
 
-    rank: int = -1
+    rank: int | None = None  # the rank that failed first; left out where the group's agent ended
     reason: str  # why its last attempt ended, and why there is no other
-    log: str  # path of the log of the rank that failed first, which `rank` names
-    error: str  # the exception that ended that rank; without one the line of its log that says why
+    log: str  # path of the log of that rank, else of the agent
+    error: str  # the exception that ended it; without one the line of the log that says why
     # why, as a code: "config", "final", "crash loop", "network", "restarts" (none is left), "host" (it is suspected);
     # not in older histories
     cause: str | None = None

@@ -31,6 +31,8 @@ def exit_with_parent(
     and all that the launcher starts do, it takes along what it started (data loader processes).
     """
     expected = int(os.environ.get(PARENT_PID_ENV, "0")) or os.getppid()
+    # A worker that is stopped (SIGSTOP) runs no thread: it would keep its GPU for as long as it is. Others ignore it.
+    _signal_at_parents_end(signal.SIGCONT)
 
     def watch() -> None:
         while os.getppid() == expected:
@@ -59,8 +61,6 @@ def end_with_parent(before_exit: Callable[[], None] = lambda: None) -> None:
     if sys.platform != "linux":
         exit_with_parent(before_exit=before_exit)
         return
-    import ctypes  # only here: a worker has no need of it
-
     expected = int(os.environ.get(PARENT_PID_ENV, "0")) or os.getppid()
 
     def look(signum: int = 0, frame: FrameType | None = None) -> None:
@@ -72,7 +72,16 @@ def end_with_parent(before_exit: Callable[[], None] = lambda: None) -> None:
             os._exit(1)
 
     signal.signal(signal.SIGRTMIN, look)
-    set_pdeathsig = 1  # linux/prctl.h
-    if ctypes.CDLL(None).prctl(set_pdeathsig, int(signal.SIGRTMIN), 0, 0, 0) != 0:
+    if not _signal_at_parents_end(signal.SIGRTMIN):
         exit_with_parent(before_exit=before_exit)
     look()  # it may have ended before
+
+
+def _signal_at_parents_end(signum: int) -> bool:
+    """Let the system signal this process, not its forks, when its parent ends; False where it cannot."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    set_pdeathsig = 1  # linux/prctl.h
+    return bool(ctypes.CDLL(None).prctl(set_pdeathsig, int(signum), 0, 0, 0) == 0)

@@ -99,20 +99,25 @@ class EventTail:
         return sorted(events, key=lambda event: event.time)
 
 
+def last_exception(path: Path, offset: int = 0) -> str:
+    """Return the last line of a log that names an exception; empty if there is none, or no log.
+
+    Args:
+        offset: bytes of the log to leave out.
+    """
+    exceptions = [line for line in _last_lines(path, offset) or [] if _EXCEPTION.match(line)]
+    return exceptions[-1] if exceptions else ""
+
+
 def last_error_line(path: Path) -> str:
     """Return the line of a worker's log that says why it failed.
 
     That is the last one that names an exception, else the last that is not empty, else a note that there is none.
     Of a process that a signal ended, it is the line before faulthandler's stacks.
     """
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _MAX_LOG_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
+    lines = _last_lines(path)
+    if lines is None:
         return "(no log)"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
     crashes = [number for number, line in enumerate(lines) if line.startswith(_CRASH)]
     if crashes:
         last = crashes[-1]
@@ -120,3 +125,15 @@ def last_error_line(path: Path) -> str:
         return lines[last - 1] if says_what else lines[last]
     exceptions = [line for line in lines if _EXCEPTION.match(line)]
     return (exceptions or lines or ["(empty log)"])[-1]
+
+
+def _last_lines(path: Path, offset: int = 0) -> list[str] | None:
+    """Return the last lines of a log after `offset` that are not empty; None if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(offset, size - _MAX_LOG_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    return [line.strip() for line in text.splitlines() if line.strip()]

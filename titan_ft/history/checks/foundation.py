@@ -20,6 +20,7 @@ from titan_ft.run.events import (
     LaunchStarted,
     StepCommitted,
     TrainingFinished,
+    WorkerExited,
     WorkerStarted,
 )
 
@@ -156,7 +157,7 @@ def _check_end(record: RunRecord, found: Judgement) -> None:
             found.unknown.append(f"the history is cut: groups {running} neither finished nor left")
     for process in record.processes:
         exit = process.exit
-        if exit is None or exit.code != 0 or exit.error is not None:
+        if not isinstance(exit, WorkerExited) or exit.code != 0 or exit.error is not None:
             continue
         if not exit.stopped and not process.ended_in_order:
             found.unknown.append(f"the history is cut: {process.name} ended well, and its last events are missing")

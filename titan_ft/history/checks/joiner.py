@@ -27,6 +27,7 @@ TELLING_STEPS = 10
 DISTURBANCES: tuple[type[ev.Event], ...] = (
     ev.ExchangeFailed,
     ev.WorkerExited,
+    ev.AgentEnded,
     ev.FaultInjected,
     ev.LighthouseRestarted,
     ev.Hung,

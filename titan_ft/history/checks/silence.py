@@ -24,6 +24,7 @@ NOTED: tuple[type[ev.Event], ...] = (
     ev.ForeignMember,
     ev.CheckpointFailed,
     ev.CheckpointSkipped,
+    ev.AgentEnded,
     ev.ReplicaGaveUp,
     ev.LighthouseRestarted,
     ev.LighthouseMoved,
@@ -36,6 +37,7 @@ DEADLY = (
     "kill_rank",
     "kill_group",
     "kill_groups",
+    "kill_agent",
     "term_group",
     "segfault",
     "deadlock",
@@ -124,26 +126,28 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
 def _check_exits(record: RunRecord, found: Judgement, jumped: bool) -> int:
     """Object to exits without a reason, and to failed groups that are neither restarted nor given up."""
     exits = record.of(ev.WorkerExited)
+    agents = [event for event in record.of(ev.AgentEnded) if event.restarts]
     followed: dict[int, list[ev.GroupEvent]] = defaultdict(list)
     for later in record.of(*FOLLOWED):
         followed[later.replica].append(later)
     stopping = min((event.time for event in record.of(ev.LaunchStopping)), default=None)
-    for event in exits:
+    ends: list[ev.WorkerExited | ev.AgentEnded] = [*exits, *agents]
+    for event in ends:
         if not event.reason or (event.code is None and not event.signal):
             found.object_to("a worker ended without a reason", event)
-        if event.stopped or event.cause is None or jumped:
+        if (isinstance(event, ev.WorkerExited) and event.stopped) or event.cause is None or jumped:
             continue
         if any(_follows(event, later) for later in followed[event.replica]):
             continue
         # Where the launch's own end is missing, so may be what followed.
         ended = record.launch_end is None or record.launch_end - event.time <= END_SECONDS
         if not ended and not (stopping is not None and stopping <= event.time):
-            text = "a worker failed, and its group was neither started again nor given up"
+            text = "a worker or an agent failed, and its group was neither started again nor given up"
             object_to_absence(record, found, text, event)
     return len(exits)
 
 
-def _follows(exit: ev.WorkerExited, later: ev.GroupEvent) -> bool:
+def _follows(exit: ev.WorkerExited | ev.AgentEnded, later: ev.GroupEvent) -> bool:
     """Tell whether an event is about what became of a group after an exit."""
     least = exit.attempt + (not isinstance(later, ev.ReplicaGaveUp))
     return later.attempt >= least or later.time >= exit.time
@@ -168,7 +172,7 @@ def _check_heals(process: ProcessHistory, record: RunRecord, found: Judgement) -
 def _check_faults(record: RunRecord, found: Judgement, jumped: bool) -> int:
     """Object to faults that must end a process, and after which none ended; return how many others there are."""
     ends: dict[int, list[ev.Event]] = defaultdict(list)
-    for end in record.of(ev.WorkerExited, ev.Drained, *FOLLOWED):
+    for end in record.of(ev.WorkerExited, ev.AgentEnded, ev.Drained, *FOLLOWED):
         ends[end.replica or 0].append(end)
     finished = {event.replica: event.time for event in record.of(ev.TrainingFinished)}
     seen = 0

@@ -1,0 +1,142 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""When the launcher starts another agent for a group, with agents that only say how they ended."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.event_builder import event
+from titan_ft.launch.agent_keeper import AgentKeeper
+from titan_ft.launch.children import Child
+from titan_ft.launch.restart_policy import AGENT_CRASHED_CODE, RestartPolicy
+from titan_ft.run.events import Event
+from titan_ft.run.paths import RunPaths
+
+
+class Agent:
+    """A process that ends when a test says so."""
+
+    pid = 4711
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+class Kept:
+    """A keeper with a clock of its own."""
+
+    def __init__(self, folder: Path, **policy: Any) -> None:
+        self.paths, self.now = RunPaths(folder), 0.0
+        self.started: list[tuple[int, str]] = []
+        self.announced: list[Event] = []
+        self.agents: list[Agent] = []
+        self.obstacle: OSError | None = None
+        rule = RestartPolicy(**{"max_restarts": 100, **policy}, clock=lambda: self.now)
+        self.keeper = AgentKeeper(1, self.paths, rule, self._start, self.announced.append, lambda: self.now)
+
+    def _start(self, attempt: int, reason: str) -> Child:
+        if self.obstacle is not None:
+            raise self.obstacle
+        self.started.append((attempt, reason))
+        self.agents.append(Agent())
+        return Child("agent", self.agents[-1], self.paths.supervisor_log(1))  # type: ignore[arg-type]
+
+    def end(self, code: int, after: float = 1.0) -> None:
+        """Let the agent end after some seconds, and the keeper notice it."""
+        self.now += after
+        self.agents[-1].code = code
+        for _ in range(3):
+            self.keeper.poll()
+
+    def events(self) -> list[tuple[Any, ...]]:
+        return [(each.name, each.attempt, getattr(each, "restarts", None)) for each in self.announced]
+
+
+def test_agent_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
+    """At once for the first time; the back-off of the policy holds for agents as for workers."""
+    kept = Kept(tmp_path)
+    kept.end(-signal.SIGKILL)
+    assert kept.started == [(0, ""), (1, "its agent was killed by SIGKILL")]
+    assert kept.keeper.code is None
+    kept.end(-signal.SIGKILL)
+    assert len(kept.started) == 2, "the second death in a row is followed by a pause"
+    assert kept.keeper.code is None, "the group is not over"
+    kept.now += 0.6
+    kept.keeper.poll()
+    assert kept.started[2:] == [(2, "its agent was killed by SIGKILL")]
+    assert kept.events() == [("agent_ended", 0, True), ("agent_ended", 1, True)]
+
+
+def test_agent_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
+    """Its restarts are counted, and a crash of its own three times in a row is a crash loop."""
+    kept = Kept(tmp_path, max_restarts=1)
+    kept.end(-signal.SIGKILL)
+    kept.end(-signal.SIGKILL)
+    assert kept.events()[1:] == [("agent_ended", 1, False), ("replica_gave_up", 1, None)]
+    assert (kept.announced[-1].cause, kept.keeper.code) == ("restarts", -signal.SIGKILL)  # type: ignore[attr-defined]
+    kept.keeper.poll()
+    assert len(kept.announced) == 3
+
+    crashing = Kept(tmp_path)
+    for _ in range(3):
+        crashing.end(AGENT_CRASHED_CODE)
+        crashing.now += 20.0
+        crashing.keeper.poll()
+    assert crashing.announced[-1].cause == "crash loop"  # type: ignore[attr-defined]
+    assert len(crashing.started) == 3
+
+
+def test_commits_of_its_group_are_progress(tmp_path: Path) -> None:
+    """A group that contributes in between is restarted without a pause, as after deaths of workers."""
+    kept = Kept(tmp_path)
+    for attempt in range(4):
+        step = event("step_committed", replica=1, attempt=attempt, step=attempt + 1, own_tokens=1)
+        kept.keeper.observe(event("worker_started", replica=1, attempt=attempt, pid=1 << 30))
+        kept.keeper.observe(step)
+        kept.end(-signal.SIGKILL)
+    assert [attempt for attempt, _ in kept.started] == [0, 1, 2, 3, 4]
+
+
+def test_end_that_an_event_explains_is_no_death(tmp_path: Path) -> None:
+    """A group that finished, failed or was given up is over; where no event came, that is said once."""
+    for code in (0, 1, 2, 3):
+        kept = Kept(tmp_path)
+        kept.end(code)
+        assert (kept.keeper.code, kept.announced, len(kept.started)) == (code, [], 1)
+    kept.keeper.report_end()
+    kept.keeper.report_end()
+    assert kept.events() == [("agent_ended", 0, False)]
+
+
+def test_only_an_exception_of_this_agent_is_its_reason(tmp_path: Path) -> None:
+    """Neither the last line of its log nor an exception of an agent before it says why it ended."""
+    kept = Kept(tmp_path)
+    log = kept.paths.supervisor_log(1)
+    log.parent.mkdir(parents=True)
+    log.write_text("OSError: [Errno 28] No space left on device\n[c10d] The hostname cannot be retrieved\n")
+    kept.end(AGENT_CRASHED_CODE)
+    assert kept.started[-1][1] == "its agent ended with exit status 5: OSError: [Errno 28] No space left on device"
+    kept.end(AGENT_CRASHED_CODE)
+    assert kept.announced[-1].reason == "its agent ended with exit status 5"  # type: ignore[attr-defined]
+
+
+def test_agent_that_cannot_be_started(tmp_path: Path) -> None:
+    """A host without room for another process is one more death, for which the policy has pauses."""
+    kept = Kept(tmp_path)
+    kept.obstacle = OSError(11, "Resource temporarily unavailable")
+    kept.end(-signal.SIGKILL)
+    kept.keeper.poll()
+    kept.keeper.poll()
+    assert len(kept.announced) == 2
+    reason = "its agent cannot be started (Resource temporarily unavailable)"
+    assert kept.announced[-1].reason == reason  # type: ignore[attr-defined]
+    kept.obstacle = None
+    kept.now += 1.0
+    kept.keeper.poll()
+    assert [attempt for attempt, _ in kept.started] == [0, 2]
