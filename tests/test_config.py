@@ -326,14 +326,14 @@ def test_nesterov_without_momentum_is_plain_sgd() -> None:
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=momentum, nesterov=nesterov)
 
 
-def test_unknown_key_names_the_closest_and_all_valid_ones() -> None:
-    """A misspelt key is refused with the one that was meant, and the list."""
+def test_unknown_key_names_the_closest_one() -> None:
+    """A misspelt key is refused with the one that was meant, and where the others are: a line of 48 keys hides it."""
     with pytest.raises(ConfigError) as caught:
         check_toml({"fault_tolerance": {"enable": True, "min_replicas_size": 1}})
-    line = str(caught.value)
-    assert line.startswith("fault_tolerance.min_replicas_size is not a valid key; did you mean min_replica_size? ")
-    for f in dataclasses.fields(FaultTolerance):
-        assert f.name in line
+    assert str(caught.value) == (
+        "fault_tolerance.min_replicas_size is not a valid key; did you mean min_replica_size? titan-ft config "
+        "llama3_debug --json prints all of them"
+    )
     with pytest.raises(ConfigError, match=r"fault_tolerance\.zzz is not a valid key; valid keys: enable, "):
         check_toml({"fault_tolerance": {"zzz": 1}})
 

@@ -10,6 +10,7 @@ file.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -171,7 +172,8 @@ LAUNCHES = [
     ),
     Mistake(
         MINE,
-        "titan-ft: fault_tolerance.grup_size is not a valid key; did you mean group_size? valid keys: ...",
+        "titan-ft: fault_tolerance.grup_size is not a valid key; did you mean group_size? titan-ft config llama3_debug "
+        "--json prints all of them",
         toml="group_size = 2 -> grup_size = 2",
     ),
     Mistake(
@@ -299,12 +301,14 @@ CONFIGS = [
     ),
     Mistake(
         "config mine.toml",
-        "titan-ft: training.stepz is not a valid key; did you mean steps? valid keys: ...",
+        "titan-ft: training.stepz is not a valid key; did you mean steps? titan-ft config llama3_debug --json prints "
+        "all of them",
         toml="steps = 80 -> stepz = 80",
     ),
     Mistake(
         "config mine.toml",
-        "titan-ft: optimiser is not a valid table; did you mean optimizer? valid tables: ...",
+        "titan-ft: optimiser is not a valid table; did you mean optimizer? titan-ft config llama3_debug --json prints "
+        "all of them",
         toml="[optimizer] -> [optimiser]",
     ),
     Mistake(
@@ -351,6 +355,62 @@ CONFIGS = [
         'titan-ft: training.dtype must be "float32" with fault_tolerance.semi_sync_method (a checkpoint has the '
         "weights that the groups agree on), got 'bfloat16'; training.mixed_precision_param lets the steps compute in "
         "another one",
+    ),
+    Mistake(
+        "config llama3_debug -- --model.name=flux",
+        "titan-ft: model.name must be a model that torchtitan's own trainer trains, got 'flux', which has a trainer of "
+        "its own (FluxTrainer); take another model, or train this one without titan_ft: torchrun ... -m "
+        "torchtitan.models.flux.train",
+    ),
+    Mistake(
+        "config llama3_debug -- --model.name=vlm",
+        'titan-ft: job.custom_config_module must be "torchtitan.experiments.vlm.job_config" with model.name vlm, which '
+        "reads [data], got 'titan_ft.config'; set it",
+    ),
+    Mistake(
+        "config llama3_debug -- --model.name=autoparallel.llama3",
+        "titan-ft: model.name must be a model whose modules are installed, got 'autoparallel.llama3' (No module named "
+        "'autoparallel'); install what is missing, or take another model",
+    ),
+    Mistake(
+        "config llama3_debug -- --experimental.custom_import=of_nobody",
+        "titan-ft: experimental.custom_import must be a module that can be imported, got 'of_nobody' "
+        "(ModuleNotFoundError: No module named 'of_nobody'); install or correct it",
+    ),
+    Mistake(
+        "config llama3_debug -- --experimental.custom_import=module_that_raises",
+        "titan-ft: experimental.custom_import must be a module that can be imported, got 'module_that_raises' "
+        "(ZeroDivisionError: division by zero); install or correct it",
+        given="modules",
+    ),
+    Mistake(
+        "config llama3_debug -- --experimental.custom_import=module_that_ends",
+        "titan-ft: experimental.custom_import must be a module that can be imported, got 'module_that_ends' "
+        "(SystemExit: not on this machine); install or correct it",
+        given="modules",
+    ),
+    Mistake(
+        "config llama3_debug -- --experimental.custom_import=module_that_registers --model.name=minee",
+        "titan-ft: model.name must be one of ..., got 'minee'; did you mean mine? set it",
+        given="modules",
+    ),
+    Mistake(
+        "config llama3_debug -- --experimental.custom_import=module_that_registers --model.name=mine "
+        "--model.flavor=debugmodl",
+        "titan-ft: model.flavor must be one of ..., got 'debugmodl'; did you mean debugmodel? set it",
+        given="modules",
+    ),
+    Mistake(
+        "config llama3_debug -- --experimental.custom_import=module_that_registers --training.dataset=austin",
+        "titan-ft: training.dataset must be one of ..., got 'austin'; did you mean austen? set it",
+        given="modules",
+    ),
+    Mistake(
+        "config llama3_debug -- --experimental.custom_import=module_that_registers --model.name=mine "
+        "--parallelism.tensor_parallel_degree=3",
+        "titan-ft: parallelism.tensor_parallel_degree must divide the 16 attention heads of mine debugmodel, got 3; "
+        "lower it",
+        given="modules",
     ),
     Mistake(
         "config llama3_debug -- --training.step=60",
@@ -428,6 +488,24 @@ def _events(text: str) -> Callable[[], None]:
     return write
 
 
+MODULES = {
+    "module_that_raises": "1 / 0",
+    "module_that_ends": "raise SystemExit('not on this machine')",
+    "module_that_registers": (
+        "import os\n"
+        "from torchtitan.protocols.train_spec import get_train_spec, register_train_spec\n"
+        "assert os.environ['RANK'] == '0'\n"
+        "register_train_spec('mine', get_train_spec('llama3'))\n"
+    ),
+}
+"""Modules in the working folder, for `experimental.custom_import`."""
+
+
+def _modules() -> None:
+    for name, text in MODULES.items():
+        Path(f"{name}.py").write_text(text)
+
+
 GIVEN: dict[str, Callable[[], None]] = {
     "": lambda: None,
     "empty folder": lambda: Path("run").mkdir(),
@@ -435,6 +513,7 @@ GIVEN: dict[str, Callable[[], None]] = {
     "damaged line": _events("{damaged\n"),
     "folder for a file": lambda: Path("run/events/a.jsonl").mkdir(parents=True),
     "two GPUs": lambda: None,
+    "modules": _modules,
 }
 
 
@@ -446,6 +525,7 @@ def test_a_mistake_is_answered_by_one_line(
 ) -> None:
     """The line as in the table and no other, the exit status, and no file more than before."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(launch_plan, "num_gpus", lambda: 2 if mistake.given == "two GPUs" else None)
     GIVEN[mistake.given]()
     if mistake.toml:
@@ -480,6 +560,7 @@ def test_groups_that_share_gpus_are_told(
 ) -> None:
     """With gloo they can, and share the memory too."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(launch_plan, "num_gpus", lambda: 1)
     assert main([*LAUNCH.split(), "--dry-run"]) == 0
     assert capsys.readouterr().err == "titan-ft: 2 groups x 1 ranks share the 1 GPUs of this host, and their memory\n"

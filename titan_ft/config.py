@@ -380,7 +380,7 @@ def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None
         schema: the dataclass of `[fault_tolerance]`.
 
     Raises:
-        ConfigError: names the key, the closest valid one and all valid ones.
+        ConfigError: names the key, the closest valid one, and where all valid ones are.
     """
     for name, table in values.items():
         _require_table(name, table)
@@ -409,7 +409,8 @@ def check_table(name: str, table: Any, schema: Any) -> None:
         if key not in annotations:
             kind = "key" if name else "table"
             hint = closest(key, annotations)
-            raise ConfigError(f"{full} is not a valid {kind}; {hint}valid {kind}s: {', '.join(annotations)}")
+            remedy = "titan-ft config llama3_debug --json prints all of them"
+            raise ConfigError(f"{full} is not a valid {kind}; {hint}{remedy}")
         annotation = annotations[key]
         if is_dataclass(annotation):
             check_table(full, value, annotation)

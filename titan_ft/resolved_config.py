@@ -58,12 +58,14 @@ def show_config(asked: ShowConfig, worker_args: Sequence[str]) -> int:
     Raises:
         ConfigError: the first mistake in it.
     """
+    from titan_ft.training.custom_import import working_folder_first
     from titan_ft.training.job_config import read_config
 
     args = [f"--job.config_file={find_config(asked.config)}"]
     if asked.replicas is not None:
         args += [f"--{TABLE}.enable", f"--{TABLE}.group_size={asked.replicas}"]
-    config = read_config(*args, *worker_args)
+    with working_folder_first():
+        config = read_config(*args, *worker_args)
     if asked.json:
         print(json.dumps(config.to_dict(), indent=2, ensure_ascii=False, default=str))
     else:

@@ -30,7 +30,7 @@ from titan_ft.run.marks import mark_end_in_order, mark_training
 from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.output import protect_output
 from titan_ft.training.divisions import check_ranks
-from titan_ft.training.job_config import digest_config, read_config
+from titan_ft.training.job_config import digest_config, prepare_config, read_config
 
 # What a worker imports only on its way to the first step; `preload` does so before.
 IMPORTED_LATER = (
@@ -96,10 +96,11 @@ def preload(args: Sequence[str]) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
         with contextlib.suppress(ConfigError):  # found again, and reported, by the workers
-            job_config = read_config(*args)
+            job_config = prepare_config(*args)
             from torchtitan.protocols.train_spec import get_train_spec
 
-            get_train_spec(job_config.model.name)
+            with contextlib.suppress(ValueError, ImportError):  # of a model that the user registers, perhaps
+                get_train_spec(job_config.model.name)
             with contextlib.suppress(FileNotFoundError):
                 load_text(job_config.training.dataset, job_config.training.dataset_path)
         for name in IMPORTED_LATER:

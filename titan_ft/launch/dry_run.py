@@ -21,6 +21,7 @@ from titan_ft.launch.going_on import CHECKPOINTS_OFF
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.round_settings import num_fragments, quantizes, steps_per_round
+from titan_ft.training.custom_import import working_folder_first
 from titan_ft.training.job_config import read_config
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def describe(plan: LaunchPlan) -> str:
     from titan_ft.launch.worker_group import worker_env  # torch, which counts the GPUs, takes seconds to import
 
     options, paths = plan.options, plan.paths
+    with working_folder_first():
+        job = _job_lines(plan)
     port = str(options.lighthouse_port or "PORT")
     chosen = "" if options.lighthouse_port else " (the system chooses PORT)"
     lines = [
@@ -55,7 +58,7 @@ def describe(plan: LaunchPlan) -> str:
         f"checkpoints  {'on' if plan.saves else CHECKPOINTS_OFF.removeprefix('checkpoints are ')}",
         f"ends         {f'after {options.minutes:g} minutes' if options.minutes else 'with the last step'}",
         "",
-        *_job_lines(plan),
+        *job,
         "",
         "lighthouse:",
         f"  {shlex.join(plan.lighthouse_command(options.lighthouse_port))}",

@@ -16,9 +16,12 @@ from typing import Any
 from titan_ft import config as ft_config
 from titan_ft import usage
 from titan_ft.config import ConfigError, closest
+from titan_ft.host.release import check_torchtitan, expect_torchtitan
 from titan_ft.training.checkpoint_folder import INDEX
+from titan_ft.training.custom_import import import_custom
 from titan_ft.training.divisions import check_model, num_experts
 from titan_ft.training.flavors import register_flavors
+from titan_ft.training.own_trainer import check_tables, check_trainer
 
 # Fields of [fault_tolerance] that a group may have to itself; job_id is compared by name.
 _MAY_DIFFER = (
@@ -43,18 +46,46 @@ def read_config(*args: str) -> Any:
     Raises:
         ConfigError: there is a mistake in it.
     """
+    return _read_whole_config(args, *_find_toml(args))
+
+
+def prepare_config(*args: str) -> Any:
+    """Read the config as `read_config` does, but do not import what the user registers.
+
+    For a process that workers are forked from: a module of the user's may start threads or use a GPU, which a fork
+    cannot bear, and its model may be known only to the workers. Without such a module every rule is checked.
+
+    Raises:
+        ConfigError: there is a mistake in the config.
+    """
+    toml, modified = _find_toml(args)
+    job_config = _read_config(args, toml, modified)
+    if job_config.experimental.custom_import:
+        return job_config
+    return _read_whole_config(args, toml, modified)
+
+
+def _find_toml(args: Sequence[str]) -> tuple[str | None, int]:
+    """Return the path of the TOML that the flags name, and when it was last changed (ns)."""
     flags = dict(reversed(list(ft_config.read_flags(args))))  # torchtitan's ConfigManager takes the first
     toml = flags.get("job.config_file")
-    modified = os.stat(toml).st_mtime_ns if toml is not None and os.path.exists(toml) else 0
-    return _read_config(args, toml, modified)
+    return toml, os.stat(toml).st_mtime_ns if toml is not None and os.path.exists(toml) else 0
 
 
 @functools.cache  # a worker is a fork of a process that has read it
 def _read_config(args: tuple[str, ...], toml: str | None, modified: int) -> Any:
-    """Read the config whose TOML was last changed at this time (ns)."""
+    """Read the config whose TOML was last changed at this time (ns); its model and data are not looked at."""
     job_config = parse_config(args, toml)
     ft_config.validate(job_config)
     register_flavors(job_config.model.name)
+    return job_config
+
+
+@functools.cache
+def _read_whole_config(args: tuple[str, ...], toml: str | None, modified: int) -> Any:
+    """Read the config, and check its model and data, which a module of the user's may register."""
+    job_config = _read_config(args, toml, modified)
+    import_custom(job_config.experimental.custom_import)
     _check_model(job_config)
     return job_config
 
@@ -78,10 +109,12 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
     from titan_ft import device
 
     device.prepare()
-    from torchtitan.config import ConfigManager, JobConfig
+    check_torchtitan()
+    with expect_torchtitan():
+        from torchtitan.config import ConfigManager, JobConfig
 
-    from titan_ft.data.datasets import register_datasets
-    from titan_ft.training.validation import check_steps
+        from titan_ft.data.datasets import register_datasets
+        from titan_ft.training.validation import check_steps
 
     register_datasets()
     manager = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig))
@@ -115,8 +148,6 @@ def _check_model(job_config: Any) -> None:
     Raises:
         ConfigError: there is no such model, flavor, validator, dataset or tokenizer, or a bad table of files.
     """
-    if job_config.experimental.custom_import:
-        return  # it may register models, and is imported by the trainer
     from torchtitan.components.tokenizer import build_hf_tokenizer
     from torchtitan.experiments import _supported_experiments
     from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
@@ -126,7 +157,15 @@ def _check_model(job_config: Any) -> None:
 
     model = job_config.model
     _check_name("model.name", model.name, {*train_spec._extra_train_specs, *_supported_models, *_supported_experiments})
-    spec = train_spec.get_train_spec(model.name)
+    check_trainer(model.name)
+    try:
+        spec = train_spec.get_train_spec(model.name)
+    except ImportError as error:
+        raise ConfigError(
+            f"model.name must be a model whose modules are installed, got {model.name!r} ({error}); install what is "
+            "missing, or take another model"
+        ) from error
+    check_tables(job_config)
     _check_name("model.flavor", model.flavor, spec.model_args)
     if job_config.validation.enable and spec.build_validator_fn is None:
         raise ConfigError(

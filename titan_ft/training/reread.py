@@ -81,9 +81,7 @@ def _prepare(started: WorkerStarted, run_dir: Path, result: Reread) -> Callable[
     from torchtitan.protocols.train_spec import get_train_spec
 
     from titan_ft.training.slot_loaders import enough_documents, prepare_workers
-    from titan_ft.training.spec import import_custom
 
-    import_custom(job_config.experimental.custom_import)
     spec = get_train_spec(job_config.model.name)
     tokenizer = None if spec.build_tokenizer_fn is None else spec.build_tokenizer_fn(job_config)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +83,6 @@ def measure(config: Any, num_ranks: int) -> JobSizes:
     config.compile.enable = config.parallelism.enable_async_tensor_parallel = False
     config.optimizer.implementation = "for-loop"  # the others want memory; all hold the same state
     config.model.converters = []
-    if config.experimental.custom_import:
-        importlib.import_module(config.experimental.custom_import)  # may register the model, as in the trainer
     stages = config.parallelism.pipeline_parallel_degree
     measured = [_measure_rank(config, num_ranks, stage * num_ranks // stages) for stage in range(stages)]
     dims, num_parameters, _ = measured[0]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torchtitan.tools.logging import logger
 
 from titan_ft import device
 from titan_ft.config import FaultTolerance
+from titan_ft.training.custom_import import import_custom
 from titan_ft.training.slot_loaders import SlotLoaders, enough_documents
 
 
@@ -35,12 +35,6 @@ def register(model_name: str, fault_tolerance: FaultTolerance, custom_import: st
     # torchtitan's register_train_spec refuses a name twice; the table itself is what get_train_spec reads.
     train_spec._extra_train_specs[model_name] = wrap(train_spec.get_train_spec(model_name), fault_tolerance, loaders)
     return loaders
-
-
-def import_custom(name: str) -> None:
-    """Import the module that registers a user's models and data (`experimental.custom_import`), if there is one."""
-    if name:
-        importlib.import_module(name)
 
 
 def wrap(

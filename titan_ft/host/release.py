@@ -1,0 +1,68 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The torchtitan that Python finds here: whether it is one that this package can train with.
+
+`python -m` looks in the working folder first. In a checkout of torchtitan that is the checkout,
+whose later versions have no TOML and no `JobConfig`: workers ended with ImportErrors, and were
+started again for half a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan_ft.config import ConfigError
+
+RELEASE = "0.2.2"
+"""The release of torchtitan that this package is made for."""
+_INSTALL = f"pip install torchtitan=={RELEASE}"
+_OFFERED = {
+    "torchtitan.config": ("ConfigManager", "JobConfig", "TORCH_DTYPE_MAP"),
+    "torchtitan.protocols.train_spec": ("TrainSpec", "get_train_spec", "register_train_spec"),
+    "torchtitan.models": ("_supported_models",),
+    "torchtitan.experiments": ("_supported_experiments",),
+}
+"""Modules, with the names in them, by which a checkout is judged: not by its version, which later commits share."""
+
+
+def check_torchtitan() -> None:
+    """Import what is needed first of torchtitan.
+
+    Raises:
+        ConfigError: there is none, or one that does not offer what is needed.
+    """
+    with expect_torchtitan():
+        for name, attributes in _OFFERED.items():
+            module = importlib.import_module(name)
+            for attribute in attributes:
+                getattr(module, attribute)
+
+
+@contextlib.contextmanager
+def expect_torchtitan() -> Iterator[None]:
+    """Turn the failure of an import, in which torchtitan is loaded, into one line.
+
+    Raises:
+        ConfigError: an import failed.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise _explain(error) from error
+
+
+def _explain(error: Exception) -> ConfigError:
+    found = importlib.util.find_spec("torchtitan")
+    if found is None:
+        return ConfigError(f"torchtitan must be installed, got none; {_INSTALL}")
+    folder = Path(found.origin).parent if found.origin else Path(next(iter(found.submodule_search_locations or ["?"])))
+    # The text of an ImportError ends with the path of a module, which is in `folder`.
+    why = " ".join(str(error).partition(" (/")[0].split())
+    remedy = _INSTALL
+    if folder.absolute().is_relative_to(Path.cwd()) and "site-packages" not in folder.parts:
+        remedy = "start from another folder: Python looks in the working folder first"
+    return ConfigError(f"torchtitan must be release {RELEASE}, got that in {folder} ({why}); {remedy}")

@@ -1,0 +1,68 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Import what the user has written: the module of `experimental.custom_import`, from where workers find it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+
+from titan_ft.config import ConfigError
+
+_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+"""What torchrun sets for a group of one rank."""
+
+
+def import_custom(name: str) -> None:
+    """Import the module; does nothing without a name, or if the module is loaded already.
+
+    Raises:
+        ConfigError: there is no such module, or it raises an exception.
+    """
+    if not name:
+        return
+    rule = "experimental.custom_import must be a module that can be imported"
+    try:
+        with _as_a_rank():
+            importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # whatever the user's code may raise
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{rule}, got {name!r} ({why}); install or correct it") from error
+
+
+@contextlib.contextmanager
+def working_folder_first() -> Iterator[None]:
+    """Look for modules in the working folder first, as `python -m` does for the workers.
+
+    The console script looks in its own folder instead: it found no module of the user's beside the
+    TOML, and took the installed torchtitan where workers take a checkout.
+    """
+    before, folder = list(sys.path), os.getcwd()
+    if not sys.flags.safe_path and sys.path[0] not in ("", folder):
+        sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+@contextlib.contextmanager
+def _as_a_rank() -> Iterator[None]:
+    """Let a module that asks for its rank when it is imported find one, where no worker imports it."""
+    missing = [] if "RANK" in os.environ else [variable for variable in _RANK if variable not in os.environ]
+    os.environ.update({variable: _RANK[variable] for variable in missing})
+    try:
+        yield
+    finally:
+        for variable in missing:
+            os.environ.pop(variable, None)

@@ -1,0 +1,95 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Find out what a model of torchtitan's needs beside the stock trainer, before it is imported.
+
+The trainer of flux, for example, encodes text and images in its own `forward_backward_step`. Such a
+model passed every check, and ended in the first step with a KeyError.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import Any
+
+from titan_ft.config import ConfigError
+
+_HARMLESS = {"close"}
+"""Methods of a trainer that only release resources: a worker ends without them."""
+
+
+def check_trainer(name: str) -> None:
+    """Refuse a model that the stock trainer cannot train.
+
+    Raises:
+        ConfigError: torchtitan has a trainer for this model alone.
+    """
+    for package in _packages(name):
+        path = _file(package, "train.py")
+        if path is not None and (trainer := _find_trainer(path)):
+            raise ConfigError(
+                f"model.name must be a model that torchtitan's own trainer trains, got {name!r}, which has a trainer "
+                f"of its own ({trainer}); take another model, or train this one without titan_ft: torchrun ... -m "
+                f"{package}.train"
+            )
+
+
+def check_tables(job_config: Any) -> None:
+    """Check that a model which reads tables of its own from the config has them.
+
+    Raises:
+        ConfigError: a table is missing.
+    """
+    for package in _packages(job_config.model.name):
+        if _file(package, "job_config.py") is None:
+            continue
+        module = f"{package}.job_config"
+        schema = importlib.import_module(module).JobConfig
+        missing = [field.name for field in dataclasses.fields(schema) if not hasattr(job_config, field.name)]
+        if missing:
+            name = job_config.model.name
+            raise ConfigError(
+                f'job.custom_config_module must be "{module}" with model.name {name}, which reads [{missing[0]}], got '
+                f"{job_config.job.custom_config_module!r}; set it"
+            )
+
+
+def _packages(name: str) -> list[str]:
+    """Return the packages of torchtitan's that may belong to a model, such as simple_fsdp to simple_fsdp.llama3."""
+    from torchtitan.experiments import _supported_experiments
+    from torchtitan.models import _supported_models
+    from torchtitan.protocols import train_spec
+
+    if name in train_spec._extra_train_specs:  # the user's own
+        return []
+    if name in _supported_models:
+        return [f"torchtitan.models.{name}"]
+    if name in _supported_experiments:
+        return [f"torchtitan.experiments.{part}" for part in dict.fromkeys((name.partition(".")[0], name))]
+    return []
+
+
+def _file(package: str, file: str) -> Path | None:
+    """Return a file of one of torchtitan's packages, which is not imported for that; None without such a file."""
+    import torchtitan
+
+    for folder in torchtitan.__path__:
+        path = Path(folder, *package.split(".")[1:], file)
+        if path.is_file():
+            return path
+    return None
+
+
+def _find_trainer(path: Path) -> str:
+    """Return the name of a trainer's class which does not only close itself in its own way; empty without one."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        is_trainer = any(isinstance(base, ast.Name) and base.id.endswith("Trainer") for base in node.bases)
+        methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+        if is_trainer and methods - _HARMLESS:
+            return node.name
+    return ""
