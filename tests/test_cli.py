@@ -321,11 +321,23 @@ def test_config_without_fault_tolerance_says_so(
 
 
 def test_check_json_holds_the_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What became of the batches is part of the check; a history without events tells nothing of them."""
+    """What became of the batches is part of the check; a damaged history tells nothing of them, nor of the run."""
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "a.jsonl").write_text("{damaged\n", encoding="utf-8")
     assert main(["check", str(tmp_path), "--json"]) == 1
     checked = json.loads(capsys.readouterr().out)
     assert checked["verdict"] == checked["audit"]["verdict"] == "unknown"
-    assert all("no events" in judgement["unknown"][0] for judgement in checked["judgements"])
+    assert (checked["outcome"], checked["colour"]) == (None, "amber")
+    assert all("must be a JSON object" in judgement["unknown"][0] for judgement in checked["judgements"])
+
+
+@pytest.mark.parametrize("command", [["check"], ["check", "--json"], ["report"]])
+def test_a_folder_without_events(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was run there: one sentence, and the status of a mistake in the usage."""
+    assert main([*command, str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert "has no events" in told.err
 
 
 def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -433,14 +433,13 @@ HISTORIES = [
     ),
     Mistake(
         "check run",
-        "? verdict: unknown; run has no events (events/*.jsonl), and nothing can be said of it; give the --run-dir of "
-        "a run",
-        status=1,
+        "titan-ft: RUN_DIR must be the folder of a run, got run; it has no events (events/*.jsonl): give the --run-dir "
+        "of a run",
         given="empty folder",
     ),
     Mistake(
         "check run",
-        "? verdict: unknown; run/events/a.jsonl:1 must be a JSON object with time and event, got b'{damaged'; remove "
+        "verdict: unknown: run/events/a.jsonl:1 must be a JSON object with time and event, got b'{damaged'; remove "
         "it to read the rest",
         status=1,
         given="damaged line",
@@ -453,9 +452,8 @@ HISTORIES = [
     ),
     Mistake(
         "report run/events",
-        "titan-ft report: run/events has no events (events/*.jsonl), and nothing can be said of it; give the folder "
-        "above, .../run",
-        status=1,
+        "titan-ft: RUN_DIR must be the folder of a run, got run/events; it has no events (events/*.jsonl): give the "
+        "folder above, .../run",
         given="run",
     ),
     Mistake(

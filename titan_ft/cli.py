@@ -190,9 +190,11 @@ def _check(command: Check) -> int:
     try:
         record = _read(command.run_dir)
         against = None if command.against is None else _read(command.against)
+    except ConfigError:
+        raise
     except ValueError as error:  # a history that is damaged tells nothing for sure
         if not command.json:
-            print(f"? verdict: unknown; {error}")
+            print(f"verdict: unknown: {error}")
             return 1
         verdicts, audited = nothing_known(str(error)), Audited(unknown=[str(error)])
     else:
@@ -204,7 +206,7 @@ def _check(command: Check) -> int:
         print(json.dumps(verdicts.to_dict() | {"audit": audited.to_dict()}, indent=2))
     else:
         show(check_table(verdicts))
-    return 0 if verdicts.verdict == "holds" else 1
+    return verdicts.exit_status
 
 
 def _reread(record: RunRecord, run_dir: Path) -> Reread:
@@ -232,6 +234,8 @@ def _report(command: Report) -> int:
     try:
         record = _read(command.run_dir)
         against = None if command.against is None else _read(command.against)
+    except ConfigError:
+        raise
     except ValueError as error:
         print(f"titan-ft report: {error}", file=sys.stderr)
         return 1
@@ -248,7 +252,8 @@ def _read(run_dir: Path) -> RunRecord:
     """Read the events of a run.
 
     Raises:
-        ValueError: there are none, or one of the files is damaged; says which line, and what to do.
+        ConfigError: there are none.
+        ValueError: one of the files is damaged; says which line, and what to do.
     """
     from titan_ft.history.record import RunRecord
     from titan_ft.run.paths import RunPaths
@@ -264,5 +269,7 @@ def _read(run_dir: Path) -> RunRecord:
             if any(run_dir.glob("*.jsonl"))
             else "the --run-dir of a run"
         )
-        raise ValueError(f"{run_dir} has no events (events/*.jsonl), and nothing can be said of it; give {below}")
+        raise ConfigError(
+            f"RUN_DIR must be the folder of a run, got {run_dir}; it has no events (events/*.jsonl): give {below}"
+        )
     return record

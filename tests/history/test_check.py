@@ -22,7 +22,7 @@ from titan_ft.history.check import Verdicts, check_table
 from titan_ft.history.incidents import find_failures
 from titan_ft.history.record import RunRecord
 from titan_ft.history.terminal import text_of
-from titan_ft.run.events import Event, RankEvent, Target
+from titan_ft.run.events import Event, LaunchEvent, RankEvent, Target
 
 
 def check(events: list[Event]) -> Verdicts:
@@ -68,15 +68,15 @@ def test_format_and_json(good_run: Any) -> None:
     good_run.named("worker_exited", code=0)[0].reason = ""
     report = check(good_run.events)
     text = format_check(report)
+    head = ["\u2717 Finished at step 31", "  verdict: does not hold: nothing silent"]
+    assert text.splitlines()[:2] == text.splitlines()[-2:] == head  # no need to scroll
     lines = [line for line in text.splitlines() if line and not line.startswith(" ")]
-    assert lines[0].endswith("verdict: does not hold")  # no need to scroll
     assert len(lines) == 1 + 8 + 2 + 1
     assert len({line.index(word) for line, word in zip(lines[2:8], ["holds"] * 6, strict=True)}) == 1
     assert lines[1].startswith("- 1 same arithmetic")
-    assert lines[-1].endswith("verdict: does not hold")
     assert "group 0, rank 0: a worker ended without a reason" in text
     told = json.loads(json.dumps(report.to_dict()))
-    assert told["verdict"] == "does not hold"
+    assert (told["verdict"], told["colour"], told["outcome"]["kind"]) == ("does not hold", "red", "finished")
     assert [each["promise"] for each in told["judgements"]] == [1, 2, 3, 4, 5, 6, 7, 8, None, None]
 
 
@@ -706,11 +706,93 @@ def test_a_state_that_could_not_be_saved_is_told_beside_the_verdict(good_run: An
     good_run.events.sort(key=lambda event: event.time)
     report = check(good_run.events)
     text = "the checkpoint of step 8 could not be saved (No space left on device): there is none"
-    assert report.headline == f"holds, but {text}"
-    assert report[8].shown_verdict == "holds, but"
-    assert format_check(report).splitlines()[0] == f"! verdict: holds, but {text}"
+    assert report.promises == f"holds (7 promises checked); {text}"
+    assert (report.colour, report.exit_status, report[8].shown_verdict) == ("amber", 0, "holds")
+    assert format_check(report).splitlines()[:2] == ["! Finished at step 31", f"  verdict: {report.promises}"]
     good_run.tell("checkpoint_saved", 1001, replica=0, rank=0, attempt=0, step=8, seconds=1.0)
     assert check(good_run.events)[8].reservation == ""
+
+
+# What became of the run
+
+
+def _fail(run: Any) -> None:
+    """Let both ranks of both groups end with the same exception, and the launch with them."""
+    for group in (0, 1):
+        run.exit(group, signal=None, code=1, error="RuntimeError: boom", where="mybug.py:15")
+    run.tell("launch_finished", 1, code=1, reason="all groups end with RuntimeError: boom")
+
+
+def test_a_run_that_failed_is_red_although_its_promises_hold(synthetic_run: Any) -> None:
+    """The exception is the first thing that is said, and the exit status is that of a failure."""
+    run = synthetic_run(2)
+    run.begin()
+    run.steps(11)
+    _fail(run)
+    report = check(run.events)
+    assert (failed(report), unknown(report), report.verdict) == (set(), set(), "holds"), format_check(report)
+    assert (report.colour, report.exit_status) == ("red", 1)
+    lines = format_check(report).splitlines()
+    assert lines[0] == "\u2717 Failed at step 12: RuntimeError: boom, rank 0 of group 0, mybug.py:15"
+    assert lines[1] == "  verdict: holds (7 promises checked)"
+
+
+def test_a_run_that_never_began_is_red(synthetic_run: Any) -> None:
+    """The reason stands before what is unknown for the lack of a step."""
+    run = synthetic_run(2)
+    run.begin()
+    _fail(run)
+    report = check(run.events)
+    assert format_check(report).startswith("\u2717 Never began: RuntimeError: boom, rank 0 of group 0")
+    assert (report.colour, report.exit_status) == ("red", 1)
+
+
+def test_a_run_that_was_stopped_holds(synthetic_run: Any) -> None:
+    """Whoever stops a run in order has broken nothing: amber, and no failure."""
+    run = synthetic_run(2)
+    run.begin()
+    run.steps(5)
+    run.tell("launch_stopping", 1, reason="Ctrl-C", drain_seconds=25.0)
+    for group in (0, 1):
+        run.of("drained", group, step=5, reason="SIGTERM", in_order=True, digest=None, lineage=run.state)
+        run.exit(group, reason="rank 0 ended with exit status 0", signal=None, code=0)
+    run.tell("launch_finished", 1, code=130, reason="stopped by Ctrl-C", signal="SIGINT")
+    report = check(run.events)
+    assert (report.verdict, report.colour, report.exit_status) == ("holds", "amber", 0), format_check(report)
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_run_that_goes_on_holds_so_far(good_run: Any, launched: bool) -> None:
+    """The end that it cannot have yet makes nothing unknown; without a sign of life it does."""
+    end = next(event.time for event in good_run.named("heal_finished"))
+    started = [event for event in good_run.events if launched or not isinstance(event, LaunchEvent)]
+    for until in (end - 0.5, end + 2.5):  # while a group heals, and after it
+        events = [event for event in started if event.time < until]
+        report = check_module.check(RunRecord(events, goes_on=True))
+        assert (failed(report), unknown(report)) == (set(), set()), format_check(report)
+        assert format_check(report).splitlines()[1] == "  verdict: holds so far (7 promises checked)"
+        assert (report.colour, report.exit_status) == ("green", 0)
+        assert check(events).exit_status == 1
+
+
+def test_a_group_that_is_lost_without_a_word(synthetic_run: Any) -> None:
+    """A group that was started by hand, and that fell silent for good, breaks promise 8 where no event says so."""
+    run = synthetic_run(2)
+    run.begin()
+    run.steps(5)
+    run.steps(5, [0])
+    run.num_groups = 1
+    run.finish()
+    events = [event for event in run.events if not isinstance(event, LaunchEvent)]
+    report = check(events)
+    assert (failed(report), unknown(report)) == ({8}, set()), format_check(report)
+    text = "Finished at step 10 without group 1, lost since step 5: no event says why"
+    assert format_check(report).startswith(f"\u2717 {text}")
+    told = {"worker_pid": 1010, "reason": "rank 0 was killed by SIGKILL", "signal": "SIGKILL", "stopped": False}
+    (last, *_) = run.named("step_committed", replica=1, step=5, rank=0)
+    report = check([*events, like(last, "worker_exited", **told)])
+    assert (report.verdict, report.colour, report.exit_status) == ("holds", "amber", 0), format_check(report)
+    assert "group 1, lost since step 5: killed by SIGKILL, rank 0" in report[8].notes
 
 
 # Rounds of a semi-synchronous method

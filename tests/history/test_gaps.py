@@ -170,7 +170,7 @@ def test_command_sees_a_file_that_is_cut(
     (folder / "supervisor-1-7.jsonl").write_bytes(left)
     assert main(["check", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("? verdict: unknown")
+    assert text.startswith("! Finished at step 31\n  verdict: unknown: the last events of supervisor-1-7.jsonl")
     assert "the last events of supervisor-1-7.jsonl are missing" in text
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,10 @@ from titan_ft.history.incidents import find_incidents
 from titan_ft.history.record import RunRecord
 from titan_ft.history.summary import summarize
 from titan_ft.history.timeline import timeline
-from titan_ft.run.events import Event, LaunchStarted, StepCommitted, WorkerStarted
+from titan_ft.run.events import Event, LaunchEvent, LaunchStarted, StepCommitted, WorkerStarted
+from titan_ft.run.held import hold
 from titan_ft.run.log import encode
+from titan_ft.run.paths import RunPaths
 
 
 @pytest.fixture
@@ -45,6 +48,47 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, counts: 
         return original(*arguments, **options)
 
     monkeypatch.setattr(owner, name, counting)
+
+
+def write_events(run_dir: Path, events: list[Event], newest: float) -> None:
+    """Write events in one file, the last of them at that time."""
+    (run_dir / "events").mkdir(exist_ok=True)
+    shift = newest - max(event.time for event in events)
+    for event in events:
+        event.time += shift
+    (run_dir / "events" / "all.jsonl").write_bytes(b"".join(map(encode, events)))
+
+
+def test_a_run_goes_on_while_its_launch_lives(good_run: Any, tmp_path: Path) -> None:
+    """The lock on the run's folder says so; what is announced while the files are read comes with the next reading."""
+    begun = [event for event in good_run.events if good_run.events.index(event) < 200]
+    write_events(tmp_path, begun, newest=time.time() + 5.0)
+    paths = RunPaths(tmp_path)
+    with paths.config.open("a", encoding="utf-8") as config:
+        assert hold(config)
+        with paths.config.open(encoding="utf-8") as another:
+            assert not hold(another)
+        read = RunRecord.read(paths.events)
+        assert read.goes_on
+        assert 0 < len(read.events) < len(begun)
+        assert read.events[-1].time <= time.time() - record.SETTLED_SECONDS
+    assert not RunRecord.read(paths.events).goes_on
+    with paths.config.open("a", encoding="utf-8") as config:
+        assert hold(config)  # as of a launch that has said its last word
+        write_events(tmp_path, good_run.events, newest=time.time())
+        assert not RunRecord.read(paths.events).goes_on
+
+
+@pytest.mark.parametrize(("age", "goes_on"), [(30.0, True), (90.0, False)])
+def test_groups_without_a_launcher_go_on_while_they_announce_something(
+    good_run: Any, tmp_path: Path, age: float, goes_on: bool
+) -> None:
+    """Nobody holds a lock for them. Once all have ended they do not go on, however short ago that was."""
+    groups = [event for event in good_run.events if not isinstance(event, LaunchEvent)]
+    write_events(tmp_path, groups[:200], newest=time.time() - age)
+    assert RunRecord.read(tmp_path / "events").goes_on is goes_on
+    write_events(tmp_path, groups, newest=time.time() - age)
+    assert not RunRecord.read(tmp_path / "events").goes_on
 
 
 @pytest.mark.parametrize("command", [["report"], ["report", "--json"], ["check"], ["check", "--json"], ["audit"]])

@@ -294,7 +294,7 @@ def test_page_of_a_campaign(short_campaign: list[Event], campaign_page: Reader) 
     head = page.text.partition("Loss")[0]
     for text in (
         "Run synthetic",
-        "promises that were checked hold",
+        "Holds (7 promises checked)",
         "llama3 8B",
         "tensor parallel 2",
         "H100 (16 CPUs)",
@@ -399,7 +399,7 @@ def test_promise_that_does_not_hold_is_named(short_campaign: list[Event], tmp_pa
     page = read_page(broken, tmp_path)
     assert "6 Every batch once ✗ does not hold" in page.text
     assert "Every batch once no " in page.text
-    assert "✗ Does not hold: every batch once." in page.text
+    assert ". Does not hold: every batch once." in page.text
 
 
 def test_a_reservation_stands_in_the_first_line(tmp_path: Path) -> None:
@@ -409,8 +409,7 @@ def test_a_reservation_stands_in_the_first_line(tmp_path: Path) -> None:
     job._log(job.time, "checkpoint_failed", 0, step=40, error="disk full")
     page = read_page(job.finish(), tmp_path)
     line = page.text.partition("date ")[0]
-    assert "! All 7 promises that were checked hold, but the checkpoint of step 40 could not be saved" in line
-    assert "! holds, but" in page.text
+    assert "! Finished at step 43. Holds (7 promises checked); the checkpoint of step 40 could not be saved" in line
     assert 'class="overall open"' in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
@@ -468,7 +467,7 @@ def test_failed_launch_is_never_plainly_green(tmp_path: Path) -> None:
         ended: list[Any] = copy.deepcopy(events)
         change(ended[-1], code=code, signal=signal, reason=reason)
         page = read_page(ended, tmp_path)
-        assert (f"hold, but the launch ended with exit status {code}: {reason}." in page.text) is told
+        assert (f"Finished at step 43, but the launch ended with exit status {code}: {reason}." in page.text) is told
         assert ('class="overall holds"' not in (tmp_path / "index.html").read_text(encoding="utf-8")) is told
 
 
@@ -568,11 +567,12 @@ def test_history_that_lacks_something(what: str, tmp_path: Path) -> None:
     assert json.dumps(report_figures(RunRecord(events)), allow_nan=False)
     if what in ("nothing", "a launch", "no step"):
         assert "Every batch once unknown" in page.text
-        assert "? Cannot be told for sure: " in page.text
+        assert " Unknown: " in page.text
         assert "Curves of training" not in page.headings
         assert "✓ holds" not in page.text.partition("What was verified")[2].partition("Clocks")[0]
     if what == "the end":  # as of a run that goes on
-        assert "? Cannot be told for sure: the history is cut: the launch did not end" in page.text
+        assert "! No word of its end, the launcher is gone: last at step" in page.text
+        assert " Unknown: the history is cut: the launch did not end" in page.text
         assert "one trajectory" not in page.text.partition("date ")[0]
     if what == "one group without failures":
         assert "stall per failure \N{EN DASH} nothing failed" in page.text

@@ -100,22 +100,25 @@ def test_going_back_once_is_told_beside_the_verdict() -> None:
     assert rework.describe() == text
     verdicts = run.verdicts()
     work = run.work()
-    assert (work.verdict, work.shown_verdict) == ("holds", "holds, but")
+    assert work.verdict == "holds"
     assert work.statement.startswith(text)
     shown = text_of(check_table(verdicts)).splitlines()
-    assert text in shown[0]
+    assert text in shown[1]
     assert "made again" in text_of(summary_table(summarize(RunRecord(run.events))))
 
 
-@pytest.mark.parametrize(("verdict", "joined"), [("holds", "holds, but "), ("unknown", "unknown; ")])
-def test_the_headline_is_no_plain_verdict(verdict: str, joined: str) -> None:
+@pytest.mark.parametrize(
+    ("verdict", "joined"), [("holds", "holds (1 promise checked); "), ("unknown", "breaks no promise; ")]
+)
+def test_the_verdict_is_no_plain_one(verdict: str, joined: str) -> None:
     """Whatever the verdict is."""
     verdicts = Loop().again().verdicts()
     for each in verdicts.judgements:
         each.asked = each.promise == 4
     verdicts[4].verdict = verdict  # type: ignore[assignment]
-    assert verdicts.headline.startswith(f"{joined}3 steps were made again")
-    assert json.loads(json.dumps(verdicts.to_dict()))["headline"] == verdicts.headline
+    assert f"{joined}3 steps were made again" in verdicts.promises
+    assert verdicts.colour == "amber"
+    assert json.loads(json.dumps(verdicts.to_dict()))["promises"] == verdicts.promises
 
 
 def test_a_step_that_is_made_three_times_breaks_a_promise() -> None:
@@ -125,7 +128,8 @@ def test_a_step_that_is_made_three_times_breaks_a_promise() -> None:
     (offence,) = verdicts[4].offences
     assert offence.text == "steps 3 to 4 were made 3 times: groups 0, 1: exit code 1"
     assert verdicts[4].shown_verdict == "does not hold"
-    assert verdicts.headline.startswith("does not hold; 6 steps were thrown away, 5 made again: training went back 2")
+    assert verdicts.promises.startswith("does not hold: ")
+    assert "no work lost; 6 steps were thrown away, 5 made again: training went back 2" in verdicts.promises
 
 
 def test_going_back_without_getting_anywhere_breaks_a_promise() -> None:
@@ -163,7 +167,7 @@ def test_what_was_injected_or_asked_for_breaks_no_promise() -> None:
     assert {setback.cause for setback in resumed.rework().setbacks} == {"a new launch"}
     assert resumed.rework().offences == ()
     assert resumed.rework().num_again == 4 * 3
-    assert resumed.work().shown_verdict == "holds, but"
+    assert resumed.work().verdict == "holds"
 
 
 def test_a_late_clock_makes_no_second_setback() -> None:

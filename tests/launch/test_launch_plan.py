@@ -366,8 +366,8 @@ def test_usage_errors_end_with_status_2(
 
 
 def test_report_needs_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder without events is status 1; no folder is a usage error."""
-    assert main(["report", str(tmp_path)]) == 1
+    """A folder without events, and no folder, are mistakes in the usage."""
+    assert main(["report", str(tmp_path)]) == 2
     assert "no events" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err

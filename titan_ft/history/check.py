@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Judge a run by its history: which of the promises hold, which do not, and what is unknown.
+"""Judge a run by its history: its outcome, and which of the promises hold, which do not, and what is unknown.
 
 As in Jepsen: a history goes in, small checkers that know nothing of each other judge it, their verdicts are merged
 ("does not hold" beats "unknown", which beats "holds"). A checker that crashes gives unknown, and so does a history that
@@ -24,9 +24,10 @@ from titan_ft.history.checks.counters import check_counters
 from titan_ft.history.checks.digests import check_digests
 from titan_ft.history.checks.foundation import check_clock, check_whole, find_gaps
 from titan_ft.history.checks.joiner import check_joiner
-from titan_ft.history.checks.judgement import Judgement, Offence, Verdict, merge
+from titan_ft.history.checks.judgement import Judgement, Offence, Verdict, count, merge
 from titan_ft.history.checks.silence import check_silence
 from titan_ft.history.checks.work import check_work
+from titan_ft.history.outcome import Colour, Outcome, find_outcome
 from titan_ft.history.record import RunRecord
 from titan_ft.history.reread import Reread
 from titan_ft.history.terminal import grid
@@ -34,6 +35,7 @@ from titan_ft.history.unit import STEP, Unit
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.text import Text
 
 EVERY_BATCH_ONCE = "every batch once"
 MAX_SHOWN = 5
@@ -52,6 +54,8 @@ class Verdicts:
     """Unix seconds of the first event."""
     unit: Unit = STEP
     """What `step` of an offence counts: steps, or rounds."""
+    outcome: Outcome | None = None
+    """What became of the run; None where its history cannot be read."""
 
     @property
     def verdict(self) -> Verdict:
@@ -59,11 +63,34 @@ class Verdicts:
         return merge(judgement.verdict for judgement in self.judgements if judgement.asked)
 
     @property
-    def headline(self) -> str:
-        """The verdict in a line that tells what must not stand behind it unseen, as work that was done again."""
-        reservations = [each.reservation for each in self.judgements if each.reservation]
-        joint = ", but " if self.verdict == "holds" else "; "
-        return joint.join([self.verdict, "; ".join(reservations)]) if reservations else self.verdict
+    def colour(self) -> Colour:
+        """Return the colour of run and promises together."""
+        outcome = "amber" if self.outcome is None else self.outcome.colour
+        if outcome == "red" or self.verdict == "does not hold":
+            return "red"
+        noted = any(each.reservation for each in self.judgements)
+        return "amber" if outcome == "amber" or noted or self.verdict == "unknown" else "green"
+
+    @property
+    def exit_status(self) -> int:
+        """Return that of `titan-ft check`: 1 for a run that failed, or of which a promise is broken or unknown."""
+        return 0 if self.verdict == "holds" and self.colour != "red" else 1
+
+    @property
+    def promises(self) -> str:
+        """Return the verdict on the promises in one line, with what stands beside it."""
+        asked = [each for each in self.judgements if each.asked]
+        named = ", ".join(each.name for each in asked if each.verdict == self.verdict)
+        if self.verdict == "unknown" and (why := self["whole history"].unknown):
+            named = f"{why[0]}; what there is breaks no promise"  # all the others are unknown for that alone
+        number = count(sum(each.promise is not None for each in asked), "promise")
+        goes_on = self.outcome is not None and self.outcome.kind == "running"
+        texts = {
+            "holds": f"holds{' so far' if goes_on else ''} ({number} checked)",
+            "does not hold": f"does not hold: {named}",
+            "unknown": f"unknown: {named}",
+        }
+        return "; ".join([texts[self.verdict], *(each.reservation for each in self.judgements if each.reservation)])
 
     def __getitem__(self, promise: int | str) -> Judgement:
         """Return the judgement of a promise by its number, or of anything by its name."""
@@ -71,9 +98,15 @@ class Verdicts:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdicts as plain dictionaries, lists and numbers, for JSON."""
-        judgements = list(map(asdict, self.judgements))
-        told = {"verdict": self.verdict, "headline": self.headline, "start": self.start, "unit": self.unit.noun}
-        return told | {"judgements": judgements}
+        return {
+            "outcome": None if self.outcome is None else self.outcome.to_dict(),
+            "verdict": self.verdict,
+            "promises": self.promises,
+            "colour": self.colour,
+            "start": self.start,
+            "unit": self.unit.noun,
+            "judgements": list(map(asdict, self.judgements)),
+        }
 
 
 def check(record: RunRecord, against: RunRecord | None = None, reread: Reread | None = None) -> Verdicts:
@@ -95,7 +128,7 @@ def check(record: RunRecord, against: RunRecord | None = None, reread: Reread | 
         each.verdict = "unknown" if each.unknown and not each.offences else each.verdict
     clock = _judge("clocks", None, check_clock, record)
     times = [event.time for event in record.events]
-    return Verdicts([*promises, whole, clock], min(times, default=0.0), record.unit)
+    return Verdicts([*promises, whole, clock], min(times, default=0.0), record.unit, find_outcome(record))
 
 
 def nothing_known(reason: str) -> Verdicts:
@@ -159,22 +192,33 @@ _CHECKERS: tuple[tuple[int, str, Checker], ...] = (
 )
 
 
-def _symbol(verdict: Verdict, shown: str) -> str:
-    return SYMBOLS[verdict] if shown == verdict or verdict != "holds" else "!"
+_STYLES: dict[Colour, str] = {"green": "green", "amber": "yellow", "red": "red"}
+_COLOURS: dict[str, Colour] = {"holds": "green", "does not hold": "red", "unknown": "amber"}
+_MARKS: dict[Colour, str] = {"green": SYMBOLS["holds"], "amber": "!", "red": SYMBOLS["does not hold"]}
 
 
 def check_table(verdicts: Verdicts) -> Group:
-    """Return the verdicts for the terminal: the headline, a row for each promise with what it rests on, the verdict."""
+    """Return the verdicts for the terminal: the outcome, the verdict, and a row for each promise with its grounds."""
     from rich.console import Group
     from rich.text import Text
 
-    rows = []
+    rows: list[tuple[str | Text, str | Text, str]] = []
     for each in verdicts.judgements:
-        symbol, number = _symbol(each.verdict, each.shown_verdict) if each.asked else "-", each.promise or " "
-        rows.append((f"{symbol} {number} {each.name}", each.shown_verdict, each.statement))
+        symbol, number = SYMBOLS[each.verdict] if each.asked else "-", each.promise or " "
+        style = _STYLES[_COLOURS[each.verdict]] if each.asked else "dim"
+        verdict = Text(each.shown_verdict, style=style)
+        rows.append((Text(f"{symbol} {number} {each.name}", style=style), verdict, each.statement))
         details = each.details(verdicts.start, verdicts.unit.noun)
         rows += [("", "", text) for text in details[:MAX_SHOWN]]
         if len(details) > MAX_SHOWN:
             rows.append(("", "", f"... {len(details) - MAX_SHOWN} more (--json names them all)"))
-    headline = f"{_symbol(verdicts.verdict, verdicts.headline)} verdict: {verdicts.headline}"
-    return Group(Text(headline), "", grid(rows), "", Text(headline))
+    head = [headline(verdicts), Text(f"  verdict: {verdicts.promises}")]
+    return Group(*head, "", grid(rows), "", *head)
+
+
+def headline(verdicts: Verdicts) -> Text:
+    """Return the outcome of the run for the terminal, in the colour of the run and its promises."""
+    from rich.text import Text
+
+    text = "What became of the run is unknown" if verdicts.outcome is None else verdicts.outcome.headline
+    return Text(f"{_MARKS[verdicts.colour]} {text}", style=f"bold {_STYLES[verdicts.colour]}")

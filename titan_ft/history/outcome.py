@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from titan_ft.history.fold import ENDED, GroupFold, Reason, RunFold, fold_events
+from titan_ft.history.fold import ENDED, GroupFold, Reason, RunFold
 from titan_ft.history.notes import name_groups
 from titan_ft.history.record import RunRecord, view
 
@@ -68,15 +68,9 @@ class Outcome:
 
 
 @view
-def fold_of(record: RunRecord) -> RunFold:
-    """Return the fold of a record's events."""
-    return fold_events(record.events)
-
-
-@view
 def find_outcome(record: RunRecord) -> Outcome:
     """Return what became of a run."""
-    return decide_outcome(fold_of(record), goes_on=record.goes_on)
+    return decide_outcome(record.fold, goes_on=record.goes_on)
 
 
 def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
@@ -100,7 +94,7 @@ def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
         lost=lost,
         reason=reason,
         stopped_by=by,
-        colour=_colour(kind, lost),
+        colour=_colour(fold, kind, lost),
     )
 
 
@@ -185,6 +179,8 @@ def _headline(fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup], r
     match kind:
         case "finished":
             text = f"Finished at step {step}{_also_left(fold)}"
+            if not lost and not _ended_well(fold):
+                text += f", but {_say_end(fold)}"
         case "stopped":
             text = f"Stopped{f' by {by}' if by else ''} {at}"
         case "failed":
@@ -218,7 +214,18 @@ def _why_lost(reason: Reason) -> str:
     return ", ".join(part for part in (reason.text, rank, reason.where) if part)
 
 
-def _colour(kind: Kind, lost: Sequence[LostGroup]) -> Colour:
+def _colour(fold: RunFold, kind: Kind, lost: Sequence[LostGroup]) -> Colour:
     if kind in ("failed", "never began"):
         return "red"
-    return "green" if kind in ("finished", "running") and not lost else "amber"
+    return "green" if kind in ("finished", "running") and _ended_well(fold) and not lost else "amber"
+
+
+def _ended_well(fold: RunFold) -> bool:
+    """Tell whether the launcher says of nothing that it failed; True without a launcher."""
+    end = fold.launch_end
+    return end is None or end.code == 0 or end.signal is not None
+
+
+def _say_end(fold: RunFold) -> str:
+    end = fold.launch_end
+    return "" if end is None else f"the launch ended with exit status {end.code}: {end.reason}"

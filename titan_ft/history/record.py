@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -17,10 +18,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from titan_ft.history.attempts import Attempt, Fault, is_of_worker, microseconds, read_attempts, read_faults
+from titan_ft.history.fold import RunFold, fold_events
 from titan_ft.history.trajectory import State, chain_to, final_states, read_states
 from titan_ft.history.unit import Unit
 from titan_ft.run import events as ev
+from titan_ft.run.held import is_held
 from titan_ft.run.log import read_history
+from titan_ft.run.paths import RunPaths
 
 E = TypeVar("E", bound=ev.Event)
 T = TypeVar("T")
@@ -28,6 +32,10 @@ Healed = ev.HealFinished | ev.CheckpointLoaded | ev.RolledBack | ev.StartedAnew
 """After these a process goes on from another state than the one it held."""
 STEADY_SECONDS = 0.1
 """Wall clocks that part by less from the monotonic clock were not set."""
+SETTLED_SECONDS = 1.0
+"""Events older than this are in their files, whichever host wrote them."""
+RECENT_SECONDS = 60.0
+"""Groups that have no launcher, and did not end, go on if one of them has announced anything within this time."""
 
 
 @dataclass
@@ -101,13 +109,21 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
-        """Read the event files in a folder.
+        """Read the event files in the folder `events` of a run.
+
+        Of a run that goes on, what was announced while the files were read is left out: a file that was
+        read early lacks what one that was read late has, and steps would seem to be missing.
 
         Raises:
             OSError: a file cannot be read.
             ValueError: names the file and the line that is no event.
         """
-        return cls(*read_history(folder))
+        now = time.time()
+        record = cls(*read_history(folder))
+        if not _goes_on(record, RunPaths(folder.parent), now):
+            return record
+        settled = [event for event in record.written if event.time <= now - SETTLED_SECONDS]
+        return cls(settled or record.written, goes_on=True)
 
     @cached_property
     def events(self) -> list[ev.Event]:
@@ -136,6 +152,11 @@ class RunRecord:
     def of(self, *kinds: type[E]) -> list[E]:
         """Return the events of some kinds, one kind after the other, each in order of time."""
         return [event for kind in kinds for event in self._by_kind.get(kind, [])]
+
+    @cached_property
+    def fold(self) -> RunFold:
+        """What is known of the run after its last event."""
+        return fold_events(self.events)
 
     # Processes and groups
 
@@ -349,6 +370,18 @@ class RunRecord:
     def usual_step_seconds(self) -> float | None:
         """The usual step in seconds; None if unknown."""
         return self.usual_step_us / 1e6 if self.usual_step_us else None
+
+
+def _goes_on(record: RunRecord, paths: RunPaths, now: float) -> bool:
+    """Tell whether a run goes on: its launch holds the run's folder, or its groups have announced something lately."""
+    fold = record.fold
+    if fold.launch_end is not None:
+        return False
+    held = is_held(paths) if fold.launched else None
+    if held is not None:
+        return held
+    patience = max(RECENT_SECONDS, 3 * (record.usual_step_seconds or 0.0))
+    return bool(record.events) and not fold.ended and now - record.written[-1].time < patience
 
 
 def rest_seconds(before: ev.StepCommitted, after: ev.StepCommitted) -> float:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 _UNLIMITED = 100_000
 
 
-def grid(rows: Iterable[Sequence[str]]) -> Table:
-    """Return rows of plain text as aligned columns; the first ones are never wrapped, the last one may be."""
+def grid(rows: Iterable[Sequence[str | Text]]) -> Table:
+    """Return rows of text, plain or in colours, as aligned columns; only the last column may be wrapped."""
     from rich.table import Table
     from rich.text import Text
 
@@ -27,7 +28,7 @@ def grid(rows: Iterable[Sequence[str]]) -> Table:
     for place in range(width):
         table.add_column(no_wrap=place < width - 1, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 

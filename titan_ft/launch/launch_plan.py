@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import re
 import secrets
 import shlex
@@ -49,6 +48,7 @@ from titan_ft.live.metrics import split_address
 from titan_ft.options import Launch, LighthouseSettings
 from titan_ft.round_settings import ROUND_JOIN_TIMEOUT_MS
 from titan_ft.run.events import LaunchStarted
+from titan_ft.run.held import hold
 from titan_ft.run.paths import JOB_CURVE, RunPaths
 from titan_ft.run.tail import EventTail
 from titan_ft.training.divisions import DEGREES, check_ranks
@@ -335,15 +335,11 @@ class LaunchPlan:
         except OSError as error:
             raise self._unwritable(error) from error
         with held:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            if not hold(held):
                 raise ConfigError(
                     f"--run-dir must not be in use by another launch, got {self.options.run_dir}, where one is going "
                     "on; wait for its end, or give another folder"
-                ) from error
-            except OSError:  # a file system without locks
-                pass
+                )
             yield
 
     def _unwritable(self, error: OSError) -> ConfigError:

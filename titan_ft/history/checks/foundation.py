@@ -9,6 +9,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from titan_ft.history.checks.judgement import Judgement, count
+from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.trajectory import ROOT, State
 from titan_ft.run.events import (
@@ -144,15 +145,18 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
 
 
 def _check_end(record: RunRecord, found: Judgement) -> None:
-    """Find out whether the end of the run is in the history."""
-    if record.of(LaunchStarted):
+    """Find out whether the end of the run is in the history; of one that goes on it cannot be."""
+    if record.goes_on:
+        pass
+    elif record.of(LaunchStarted):
         if record.launch_end is None:
             found.unknown.append("the history is cut: the launch did not end (no launch_finished)")
         elif not record.of(TrainingFinished, Drained) and record.of(LaunchFinished)[-1].code == 0:
             found.unknown.append("the history is cut: the launch ended well, and no group tells that it finished")
     else:
         last = {(process.replica, process.rank): process for process in record.processes}
-        running = sorted({process.replica for process in last.values() if not process.ended_in_order})
+        lost = {group.slot for group in find_outcome(record).lost}  # promise 8 asks whether anybody says so
+        running = sorted({process.replica for process in last.values() if not process.ended_in_order} - lost)
         if running:
             found.unknown.append(f"the history is cut: groups {running} neither finished nor left")
     for process in record.processes:

@@ -52,7 +52,7 @@ class Judgement:
     statement: str = ""
     """What was verified, in one line."""
     reservation: str = ""
-    """What a reader of the verdict alone must know, in one line; once it is decided, the statement begins with it."""
+    """What stands beside the verdict on the run, although it breaks no promise; the statement begins with it."""
     offences: list[Offence] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """Why there is no verdict."""
@@ -60,10 +60,8 @@ class Judgement:
 
     @property
     def shown_verdict(self) -> str:
-        """Its verdict in words: "not asked" where it does not count, and never plainly "holds" with a reservation."""
-        if not self.asked:
-            return "not asked"
-        return f"{self.verdict}, but" if self.reservation and self.verdict == "holds" else self.verdict
+        """Its verdict in words: "not asked" where it does not count."""
+        return self.verdict if self.asked else "not asked"
 
     def details(self, start: float, noun: str = "step") -> list[str]:
         """Return what stands below it: offences, what is unknown, notes.

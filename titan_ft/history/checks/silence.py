@@ -11,6 +11,7 @@ from titan_ft.history.checks.foundation import clock_jumps, object_to_absence
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.crashes import find_crashes
 from titan_ft.history.notes import find_notes
+from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import ProcessHistory, RunRecord
 from titan_ft.run import events as ev
 
@@ -58,6 +59,7 @@ def check_silence(record: RunRecord, found: Judgement) -> None:
     for process in record.processes:
         _check_heals(process, record, found)
     _check_ends(record, found)
+    _check_lost(record, found)
     exits = _check_exits(record, found, jumped)
     faults = _check_faults(record, found, jumped)
     found.statement = (
@@ -65,7 +67,7 @@ def check_silence(record: RunRecord, found: Judgement) -> None:
     )
     found.notes += [f"ended by {crash.describe(record.begin)}" for crash in find_crashes(record)]
     found.notes += [f"{name.replace('_', ' ')}: {count(times, 'time')}" for name, times in _noted(record).items()]
-    found.reservation = "; ".join(text for text in (_unsaved(record), _failed(record)) if text)
+    found.reservation = _unsaved(record)
     if jumped:
         found.unknown.append("the wall clock jumped: what followed what is unknown")
     if not record.processes:
@@ -92,15 +94,6 @@ def _unsaved(record: RunRecord) -> str:
     return f"the checkpoint of step {failed.step} could not be saved ({failed.error}): {left}"
 
 
-def _failed(record: RunRecord) -> str:
-    """Say why the launch failed: the promises may hold in a run that came to nothing. Empty if it did not."""
-    end = max(record.of(ev.LaunchFinished), key=lambda event: event.time, default=None)
-    begun = max((event.time for event in record.of(ev.LaunchStarted)), default=0.0)
-    if end is None or not end.code or end.time < begun:  # a later launch goes on
-        return ""
-    return "" if end.signal is not None else f"the launch ended with exit status {end.code}: {end.reason}"
-
-
 def _check_ends(record: RunRecord, found: Judgement) -> None:
     """Object to processes that fell silent without an event of their own or of their supervisor about it."""
     latest: dict[int, int] = defaultdict(int)
@@ -109,6 +102,7 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
             latest[event.replica] = max(latest[event.replica], event.attempt or 0)
     failure = next((event.reason for event in record.of(ev.LaunchFinished)[-1:] if event.code), None)
     without_end = []
+    named = {group.slot for group in find_outcome(record).lost}
     for process in record.processes:
         if process.ended_in_order or process.exit is not None or process.attempt < latest[process.replica]:
             continue
@@ -117,10 +111,19 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
         elif record.launch_end is not None:
             # As when its supervisor was killed: the launcher says that the group failed.
             found.notes.append(f"{process.name} fell silent; the launch says: {failure}")
-        else:
+        elif process.replica not in named:
             without_end.append(process.name)
-    if without_end:
+    if without_end and not record.goes_on:
         found.unknown.append(f"nothing tells how {count(len(without_end), 'worker')} ended (first: {without_end[0]})")
+
+
+def _check_lost(record: RunRecord, found: Judgement) -> None:
+    """Object to groups that are lost, and that no event says anything about."""
+    for group in find_outcome(record).lost:
+        if group.reason is None and record.launch_end is None:
+            object_to_absence(record, found, f"{group.describe()}")
+        else:
+            found.notes.append(group.describe())
 
 
 def _check_exits(record: RunRecord, found: Judgement, jumped: bool) -> int:
@@ -165,7 +168,8 @@ def _check_heals(process: ProcessHistory, record: RunRecord, found: Judgement) -
             text = "began a heal, and trains on without an event about how it ended"
             object_to_absence(record, found, text, begun)
             begun = None
-    if begun is not None and process.exit is None and not process.ended_in_order and record.launch_end is None:
+    ended = process.exit is not None or process.ended_in_order or record.launch_end is not None
+    if begun is not None and not ended and not record.goes_on:
         found.unknown.append(f"nothing tells how the heal of {process.name} ended")
 
 

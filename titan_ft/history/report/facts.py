@@ -16,6 +16,7 @@ from titan_ft.history.checks.judgement import count
 from titan_ft.history.goodput import goodput
 from titan_ft.history.incidents import Incident, count_faults, find_incidents
 from titan_ft.history.notes import find_notes, name_groups
+from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.report.phases import add_up, find_phases
 from titan_ft.history.report.style import DETAILS, STATES, Look, state_order
@@ -50,6 +51,7 @@ def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[
         "faults_by_kind": count_faults(record),
         "goodput": goodput(record).to_dict(),
         "stalls": [each.incident.to_dict() for each in find_recoveries(record)],
+        "outcome": find_outcome(record).to_dict(),
         "check": check(record, against).to_dict(),
         "notes": [asdict(note) for note in find_notes(record)],
     }
@@ -86,19 +88,9 @@ def plan_of(record: RunRecord) -> dict[str, Any]:
 
 
 def overall(verdicts: Verdicts) -> str:
-    """Return the verdict on a run in one line, with what must not stand behind it unseen."""
-    asked = [each for each in verdicts.judgements if each.asked]
-    named = ", ".join(each.name for each in asked if each.verdict == verdicts.verdict)
-    if verdicts.verdict == "unknown" and (why := verdicts["whole history"].unknown):
-        named = f"{why[0]}; what there is breaks no promise"  # all the others are unknown for that alone
-    promises = sum(each.promise is not None for each in asked)
-    reservations = "; ".join(each.reservation for each in verdicts.judgements if each.reservation)
-    text = {
-        "holds": f"All {promises} promises that were checked hold{', but ' if reservations else ''}",
-        "does not hold": f"Does not hold: {named}{'; ' if reservations else ''}",
-        "unknown": f"Cannot be told for sure: {named}{'; ' if reservations else ''}",
-    }[verdicts.verdict]
-    return f"{text}{reservations}."
+    """Return what became of a run, and the verdict on its promises, in one line."""
+    promises = f"{verdicts.promises[0].upper()}{verdicts.promises[1:]}."
+    return promises if verdicts.outcome is None else f"{verdicts.outcome.headline}. {promises}"
 
 
 def describe_run(record: RunRecord) -> list[tuple[str, str]]:

@@ -34,7 +34,6 @@ from titan_ft.history.terminal import clock
 from titan_ft.run.whole_file import write_whole
 
 MARKS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "not asked": ("quiet", DASH)}  # else it is open
-MARKS["holds, but"] = ("open", "!")
 MAX_DETAILS = 4
 MAX_ROWS = 200
 
