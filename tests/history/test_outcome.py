@@ -76,6 +76,21 @@ def test_a_group_that_fell_silent_is_lost(synthetic_run: Any) -> None:
     assert outcome(run).headline == "Finished at step 10"
 
 
+def test_a_group_whose_agent_died(synthetic_run: Any) -> None:
+    """The death of a group's agent is a failure of the group, and the reason why it is lost if nobody replaces it."""
+    run = started(synthetic_run, 7)
+    told = {"replica": 1, "attempt": 0, "agent_pid": 11, "signal": "SIGKILL", "restarts": False}
+    run.tell("agent_ended", 1, reason="its agent was killed by SIGKILL", **told)
+    run.tell("replica_gave_up", 1, replica=1, attempt=0, rank=0, reason="no restart left", log="", error="")
+    run.steps(3, [0])
+    run.num_groups = 1
+    run.finish()
+    run.named("launch_finished")[0].code = 1
+    text = "Finished at step 10 without group 1, lost since step 7: its agent was killed by SIGKILL"
+    assert outcome(run).headline == text
+    assert [failure.slot for failure in fold_events(run.events).failures] == [1]
+
+
 def test_groups_without_a_launcher(synthetic_run: Any) -> None:
     """What became of groups that were started by hand follows from their own events."""
     run = started(synthetic_run, 7)

@@ -9,7 +9,7 @@ that goes on feeds it with each new event.
 A *failure* is a group that dropped out of the job's exchanges without having been asked to leave, or an exchange that
 broke although no group dropped out:
 
-- a worker of the group ended by itself, and with it the group's attempt;
+- a worker of the group, or its agent, ended by itself, and with it the group's attempt;
 - or the group lived and the others committed a step without it, in which it should have been: it was silent, out of
   reach, or it fell behind and had to heal. A step that leaves the group's gradient out because it is not finite is no
   such step;
@@ -170,6 +170,8 @@ class RunFold:
         match event:
             case ev.WorkerExited():
                 self._take_exit(group, event)
+            case ev.AgentEnded():
+                self._take_end_of_agent(group, event)
             case ev.ReplicaRestarted() | ev.SpareTookOver():
                 group.state, group.attempt = "starting", event.attempt
             case ev.ReplicaGaveUp():
@@ -192,8 +194,17 @@ class RunFold:
             if event.rank == 0:  # its own last event may be missing, as on a full disk
                 group.state = "finished"
             return
-        group.state, group.attempt = "died", event.attempt
-        group.reason = reason_of(event, group.step)
+        self._die(group, event, reason_of(event, group.step))
+
+    def _take_end_of_agent(self, group: GroupFold, event: ev.AgentEnded) -> None:
+        """Take the death of the agent, which takes the workers along. Where they died before it, that is the reason."""
+        if group.state not in ("died", "given up", *ENDED):
+            log = event.log or ""
+            where = (group.slot, None, event.attempt, group.step)
+            self._die(group, event, Reason(event.reason, *where, log=log, time=event.time))
+
+    def _die(self, group: GroupFold, event: ev.GroupEvent, reason: Reason) -> None:
+        group.state, group.attempt, group.reason = "died", event.attempt, reason
         group.num_ends += 1
         self._drop_out(group, event.time, died=True)
 
