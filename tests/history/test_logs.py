@@ -78,6 +78,22 @@ def test_nothing_ended_by_itself(good_run: Any, tmp_path: Path) -> None:
     assert not any("group 0" in line for line in show_logs(RunRecord(good_run.events), tmp_path, 1, 1)[1:])
 
 
+def test_dead_agent(synthetic_run: Any, tmp_path: Path) -> None:
+    """Of a group whose agent was killed the agent's log is shown: no rank of it ended by itself."""
+    run = synthetic_run(3, steps=40)
+    run.begin()
+    run.steps(5)
+    ended = {"agent_pid": 7, "signal": "SIGKILL", "restarts": True, "log": "/elsewhere/supervisor.log"}
+    run.tell("agent_ended", 1, replica=1, attempt=0, reason="its agent was killed by SIGKILL", **ended)
+    log = RunPaths(tmp_path).supervisor_log(1)
+    log.parent.mkdir(parents=True)
+    log.write_text("last words\n")
+    lines = show_logs(RunRecord(run.events), tmp_path, None, 30)
+    assert lines[2] == "its agent was killed by SIGKILL"
+    assert lines[3].startswith("  group 1, attempt 0, after step 5, at ")
+    assert lines[4:] == [f"  {log}", "    last words"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -95,6 +95,8 @@ class GroupFold:
     """Unix seconds of its last event, whoever wrote it."""
     reason: Reason | None = None
     """Why its last attempt that failed did; None once the group contributes again."""
+    last_end: Reason | None = None
+    """The same, and kept when the group contributes again."""
     num_ends: int = 0
     """Attempts that failed since it last contributed to a step."""
     left_because: str = ""
@@ -204,7 +206,8 @@ class RunFold:
             self._die(group, event, Reason(event.reason, *where, log=log, time=event.time))
 
     def _die(self, group: GroupFold, event: ev.GroupEvent, reason: Reason) -> None:
-        group.state, group.attempt, group.reason = "died", event.attempt, reason
+        group.state, group.attempt = "died", event.attempt
+        group.reason = group.last_end = reason
         group.num_ends += 1
         self._drop_out(group, event.time, died=True)
 

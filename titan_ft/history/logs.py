@@ -8,11 +8,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ft.history.fold import Reason, reason_of
+from titan_ft.history.fold import Reason
 from titan_ft.history.notes import name_groups
 from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import RunRecord
-from titan_ft.run import events as ev
 from titan_ft.run.error_file import kind_of
 from titan_ft.run.excerpt import explain_end, read_end
 from titan_ft.run.paths import RunPaths
@@ -48,20 +47,10 @@ def find_ends(record: RunRecord, group: int | None = None) -> list[End]:
     Args:
         group: the only one that is asked for; None asks for all.
     """
-    steps: dict[int, int] = {}
-    latest: dict[int, Reason] = {}
-    for event in record.events:
-        if isinstance(event, ev.StepCommitted):
-            steps[event.replica] = event.step
-        if not isinstance(event, ev.WorkerExited) or event.stopped or event.cause is None:
-            continue
-        known = latest.get(event.replica)
-        if known is None or known.attempt != event.attempt:
-            latest[event.replica] = reason_of(event, steps.get(event.replica))
     alike: dict[str, list[Reason]] = defaultdict(list)
-    for slot, reason in latest.items():
-        if group in (None, slot):
-            alike[kind_of(reason.text)].append(reason)
+    for known in record.fold.groups.values():
+        if known.last_end is not None and group in (None, known.slot):
+            alike[kind_of(known.last_end.text)].append(known.last_end)
     decisive = find_outcome(record).reason
     first = "" if decisive is None else kind_of(decisive.text)
     ends = []
@@ -72,14 +61,17 @@ def find_ends(record: RunRecord, group: int | None = None) -> list[End]:
 
 
 def find_log(reason: Reason, run_dir: Path) -> Path | None:
-    """Return the log of the rank that ended; None if there is none in the run's folder.
+    """Return the log of the rank that ended, or of the agent; None if there is none in the run's folder.
 
     The events have its path on the host of the rank. A run that was moved, or is mounted elsewhere, has it at the same
     place of its folder.
     """
-    if reason.slot is None or reason.attempt is None or reason.rank is None:
+    if reason.slot is None or reason.attempt is None:
         return None
-    usual = RunPaths(run_dir).logs(reason.slot, reason.attempt, reason.rank)
+    paths = RunPaths(run_dir)
+    usual = paths.supervisor_log(reason.slot)
+    if reason.rank is not None:
+        usual = paths.logs(reason.slot, reason.attempt, reason.rank)
     found = [path for path in (usual, Path(reason.log)) if reason.log and path.is_file()]
     return found[0] if found else usual if usual.is_file() else None
 
