@@ -40,14 +40,21 @@ def _commands() -> Iterator[list[str]]:
                 yield words
 
 
+def _environment() -> dict[str, str]:
+    """Return this process's environment without what names this checkout, and without conftest's rule for names.
+
+    With that rule (RES_OPTIONS) pip would resolve no name.
+    """
+    dropped = ("PYTHON", "TITAN_FT_", "TORCHFT_", "RES_OPTIONS")
+    return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+
+
 def _run(*words: str, folder: Path, timeout: float = 150) -> str:
     """Run a command in an empty folder, without this checkout on its path; return what it prints."""
-    inherited = ("PYTHON", "TITAN_FT_", "TORCHFT_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(inherited)}
     result = subprocess.run(
         words,
         cwd=folder,
-        env={**environment, "COLUMNS": "120"},
+        env=_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -63,9 +70,10 @@ def _index_answers(folder: Path) -> bool:
     """Say whether pip reaches a package index."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--dest", str(folder)]
     try:
-        return not subprocess.run([*command, INDEX_PROBE], capture_output=True, timeout=60).returncode
+        probe = subprocess.run([*command, INDEX_PROBE], env=_environment(), capture_output=True, timeout=60)
     except subprocess.TimeoutExpired:
         return False
+    return probe.returncode == 0
 
 
 @pytest.fixture(scope="module")
