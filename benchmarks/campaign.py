@@ -81,7 +81,7 @@ def describe(job: Job, whole: RunRecord, span: tuple[float, float], skipped: int
     faults = (
         f"{len(kills)} SIGKILLs of a group{f' ({skipped} skipped)' if skipped else ''}, {crashes} crashes of its own"
     )
-    length = {"length (min)": f"{(until - began) / 60:.1f}", "failures injected": faults}
+    length = {"length (min)": f"{(until - began) / 60:.1f}", "faults injected": faults}
     return {
         "groups": job.num_groups,
         "ranks": job.num_ranks,

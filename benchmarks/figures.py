@@ -16,6 +16,7 @@ from benchmarks.table import markdown
 from benchmarks.tries import StepTried
 from titan_ft.history.audit import audit
 from titan_ft.history.goodput import goodput
+from titan_ft.history.incidents import find_failures
 from titan_ft.history.record import RunRecord
 
 LOSS_STEPS = 10
@@ -33,12 +34,12 @@ def figures(record: RunRecord, until: int | None = None) -> dict[str, str]:
     lost = sum(not event.committed and event.rank == 0 for event in record.of(StepTried))
     losses = {event.step: event.loss for event in record.commits if event.loss is not None}
     last = [losses[step] for step in sorted(losses) if until is None or step <= until][-LOSS_STEPS:]
-    stalls = [fault.stall_seconds for fault in faults if fault.stall_seconds is not None]
+    stalls = [failure.stall_seconds for failure in find_failures(record) if failure.stall_seconds is not None]
     share = good.effective_training_time_in_training
     counts = f"{batches.num_lost}, {batches.num_repeated}"
     return {
         "length (min)": f"{good.wall_us / 60e6:.1f}",
-        "failures injected": f"{len(faults)} of {len({fault.fault for fault in faults})} kinds",
+        "faults injected": f"{len(faults)} of {len({fault.fault for fault in faults})} kinds",
         "exchanges committed of attempted": part_of(good.exchanges_committed, good.exchanges_attempted),
         "forward passes for nothing": part_of(good.num_wasted + lost, good.forward_passes + lost),
         "effective training time": "-" if share is None else f"{100 * share:.1f} %",

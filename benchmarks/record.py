@@ -35,7 +35,8 @@ def injected(record: RunRecord) -> list[Incident]:
 
 def num_crashes(record: RunRecord) -> int:
     """Return how many attempts of groups ended although nobody had injected a fault."""
-    return sum(incident.failed and not incident.injected for incident in find_incidents(record))
+    incidents = [incident for incident in find_incidents(record) if incident.ended and not incident.injected]
+    return sum(bool(incident.failures) for incident in incidents)
 
 
 def usual_step(record: RunRecord) -> float:

@@ -14,7 +14,7 @@ from benchmarks.record import compare_digests
 from tests.benchmarks.histories import commit
 from tests.event_builder import build
 from titan_ft.history.record import RunRecord
-from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target
+from titan_ft.run.events import Event, ExchangeFailed, FaultInjected, StepCommitted, Target
 from titan_ft.run.log import encode
 
 ROOT = Path(__file__).parents[2]
@@ -41,10 +41,11 @@ def test_figures_of_a_short_history() -> None:
         for step, time in times.items()
         for replica in (0, 1, 2)
     ]
-    # One shot that hits two groups is one failure.
+    # One shot that hits two groups, and that breaks an exchange, is one failure.
     events += [fault(2.1 + replica / 100, replica) for replica in (1, 2)]
+    events += [build(ExchangeFailed, time=3.0, replica=0, error="closed", seconds=0.5, step=2)]
     shown = figures(RunRecord(events))
-    assert shown["failures injected"] == "1 of 1 kinds"
+    assert shown["faults injected"] == "1 of 1 kinds"
     assert shown["exchanges committed of attempted"] == "5 of 6 (83.3 %)"
     assert shown["forward passes for nothing"] == "0 of 15 (0.0 %)"
     # 4 steps of 1 s in 6 s.
@@ -71,8 +72,8 @@ def test_digests_are_compared_by_rank_and_state() -> None:
 
 
 def test_runs_without_a_figure_show_a_dash() -> None:
-    lines = table({"a": {"length (min)": "1.0"}, "b": {"length (min)": "2.0", "failures injected": "3"}})
-    assert [cell.strip() for cell in lines[-1].split("|")[1:-1]] == ["failures injected", "-", "3"]
+    lines = table({"a": {"length (min)": "1.0"}, "b": {"length (min)": "2.0", "faults injected": "3"}})
+    assert [cell.strip() for cell in lines[-1].split("|")[1:-1]] == ["faults injected", "-", "3"]
     assert len(lines) == 4
 
 

@@ -66,7 +66,7 @@ def test_every_view_counts_the_same_faults(events: list[Event]) -> None:
     assert (shown["num_faults"], shown["faults_by_kind"]) == (TOTAL, KINDS)
     assert sum(stall["injected"] for stall in shown["stalls"]) == TOTAL
     assert f"faults injected                {TOTAL}" in text_of(summary_table(summarize(record)))
-    assert figures(record)["failures injected"] == f"{TOTAL} of {len(KINDS)} kinds"
+    assert figures(record)["faults injected"] == f"{TOTAL} of {len(KINDS)} kinds"
     run, server = RunStatus(), MetricsServer(0)
     try:
         for event in events:

@@ -24,7 +24,7 @@ from titan_ft.history.incidents import (
     survivors_stalls,
 )
 from titan_ft.history.record import RunRecord
-from titan_ft.history.report.facts import report_figures
+from titan_ft.history.report.facts import headline, report_figures
 from titan_ft.history.report.page import write_report
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
@@ -33,7 +33,7 @@ from titan_ft.run.events import Event, StepCommitted
 
 def stalls(events: Iterable[Event]) -> list[Incident]:
     """Return the faults and failures of a run."""
-    return [incident for incident in find_incidents(RunRecord(events)) if incident.failed]
+    return [incident for incident in find_incidents(RunRecord(events)) if incident.is_listed]
 
 
 def test_every_view_shows_the_same_stall(tmp_path: Path) -> None:
@@ -84,16 +84,19 @@ def test_stall_counts_once() -> None:
 def test_fault_that_comes_while_a_step_is_late() -> None:
     """A stall that no fault precedes belongs to the first that came while it lasted."""
     events = [event for event in killed_run() if event.name != "fault_injected"]
-    events = [event for event in events if event.name not in ("worker_exited", "replica_restarted")]
+    events = [e for e in events if e.name not in ("worker_exited", "replica_restarted", "exchange_failed")]
+    for event in events:
+        if event.name == "step_committed":
+            event.participants = [0, 1]  # nobody dropped out
     events.append(fault(13.5, "kill_lighthouse", shot=1))
     (stall,) = stalls(events)
     assert stall.stall_seconds == pytest.approx(2.0)
     assert stall.replicas == ()
 
 
-def test_one_shot_that_hits_several_groups_is_one_failure() -> None:
-    """Two groups killed by one shot are one failure, over when both are back."""
-    events = [*killed_run(), fault(12.52, "kill_group", 2, shot=0)]
+def test_one_shot_that_hits_several_groups_is_one_incident() -> None:
+    """Two groups killed by one shot are one incident, over when both are back."""
+    events = [*killed_run(), fault(12.52, "kill_group", 2, shot=0), say(12.8, "worker_exited", 2, signal="SIGKILL")]
     (stall,) = stalls(events)
     assert stall.replicas == (1, 2)
     assert stall.rejoin_seconds is None
@@ -107,14 +110,83 @@ def test_no_survivor_no_stall() -> None:
     assert goodput(RunRecord(events)).mean_stall_seconds is None
 
 
-def test_group_that_is_stopped_and_goes_on() -> None:
-    """A group under SIGSTOP contributes again without a new attempt; the others stall meanwhile."""
-    events = [*calm_run(3), fault(12.5, "stop_group", 1, shot=0, params={"seconds": 4})]
-    events += [commit(17.0, 4, replica, seconds=5.0) for replica in (0, 1)]
+def begun_run() -> list[Event]:
+    """Return the first three steps of a run of two groups."""
+    return [event for event in calm_run(3) if event.name not in ("training_finished", "launch_finished")]
+
+
+STOP = fault(12.5, "stop_group", 1, shot=0, params={"seconds": 4})
+
+
+def test_group_that_is_waited_for_has_not_failed() -> None:
+    """The others stall while a group stands still. It was never away, so that no time to its return is told."""
+    events = [*begun_run(), STOP, *(commit(17.0, 4, replica, seconds=5.0) for replica in (0, 1))]
     (stall,) = stalls(events)
-    assert not stall.ended
+    assert (stall.ended, stall.failures) == (False, ())
     assert stall.stall_seconds == pytest.approx(4.0)
-    assert stall.rejoin_seconds == pytest.approx(4.5)
+    assert (stall.rejoin_seconds, stall.heal) == (None, None)
+    assert (find_failures(RunRecord(events)), goodput(RunRecord(events)).num_failures) == ([], 0)
+
+
+@pytest.mark.parametrize(("cause", "name"), [(STOP, "stop_group"), (None, "dropped out")])
+def test_group_that_the_others_go_on_without_has_failed(cause: Event | None, name: str) -> None:
+    """It lives, and is away from its last step, or from the fault, until it contributes again."""
+    events = [*begun_run(), *(commit(14.5 + step, 4 + step, 0, participants=[0]) for step in range(4))]
+    events += [say(18.0, "heal_finished", 1, donor=0, from_step=7, step=7, bytes=9, seconds=1.0)]
+    events += [*(commit(19.0, 8, replica) for replica in (0, 1)), *([] if cause is None else [cause])]
+    (incident,) = stalls(events)
+    (failure,) = find_failures(RunRecord(events))
+    assert (incident.fault, incident.injected, incident.replicas) == (name, cause is not None, (1,))
+    assert (failure.replica, failure.cause, failure.away) == (1, name, True)
+    assert failure.rejoin_seconds == incident.rejoin_seconds == pytest.approx(7.0 if cause is None else 6.5)
+    assert failure.stall_seconds == incident.stall_seconds == pytest.approx(1.5)
+    assert failure.heal is not None
+    assert failure.heal == incident.heal
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ({"event": "peer_silent", "slots": [1], "seconds": 2.0}, "silent"),
+        ({"event": "link_dead", "slots": [1]}, "out of reach"),
+        ({"event": "digest_mismatch", "step": 3, "minority": [1]}, "other digest"),
+    ],
+)
+def test_what_was_seen_of_a_group_that_dropped_out(told: dict[str, Any], name: str) -> None:
+    """A failure that nobody injected is named by what the others saw."""
+    kind = told.pop("event")
+    events = [*begun_run(), say(14.0, kind, 0, **told), commit(14.5, 4, 0, participants=[0])]
+    (failure,) = find_failures(RunRecord(events))
+    assert (failure.cause, failure.rejoin_seconds) == (name, None)
+
+
+def test_an_exchange_that_broke_is_a_failure_of_no_group() -> None:
+    """A fault in a connection has failed where an exchange had to be repeated with the same groups."""
+    events = [*begun_run(), *(commit(14.0, 4, replica, exchanges=2) for replica in (0, 1))]
+    events += [say(13.2, "exchange_failed", replica, error="closed", seconds=0.1, step=3) for replica in (0, 1)]
+    (failure,) = find_failures(RunRecord(events))
+    assert (failure.replica, failure.cause, failure.away, failure.rejoin_seconds) == (
+        None,
+        "exchange broke",
+        False,
+        None,
+    )
+    (incident,) = stalls([*events, fault(13.1, "link_reset", 1, shot=0)])
+    assert (incident.fault, [each.cause for each in incident.failures]) == ("link_reset", ["link_reset"])
+    assert incident.rejoin_seconds is None
+
+
+def test_terminal_page_and_figures_count_the_same_failures() -> None:
+    """One list: what is a fault only is among the faults, and in no count of failures."""
+    record = RunRecord([*killed_run(), fault(10.5, "slow_rank", 1, shot=7)])
+    (failure,) = find_failures(record)
+    shown = report_figures(record)
+    assert (len(shown["failures"]), shown["goodput"]["num_failures"], shown["num_faults"]) == (1, 1, 2)
+    assert text_of(summary_table(summarize(record))).count("failures  ") == 1
+    (_, value, detail) = headline(record)[-1]
+    assert (value, detail) == ("2.00 s", "median of 1 failure; 2.00 s at most")
+    (card,) = (stall for stall in stalls(record.events) if stall.fault == "slow_rank")
+    assert (card.failures, card.rejoin_seconds, failure.cause) == ((), None, "SIGKILL")
 
 
 def test_step_under_way_may_still_pass() -> None:
@@ -162,7 +234,7 @@ def test_lighthouse_that_is_away() -> None:
 
 def leaving_run(*more: Any) -> RunRecord:
     """Return a run in which group 1 leaves after step 3, at 12.1 s, and step 4 comes 1.5 s late."""
-    events = [event for event in calm_run(3) if event.name not in ("training_finished", "launch_finished")]
+    events = begun_run()
     events += [say(12.1, "drained", 1, step=3, reason="SIGTERM", in_order=True)]
     events += [say(12.3, "worker_exited", 1, signal="SIGTERM", stopped=False)]
     events += [commit(14.5 + step - 4, step, 0, participants=[0]) for step in (4, 5, 6)]

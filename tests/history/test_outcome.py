@@ -12,6 +12,7 @@ import pytest
 from titan_ft.history.fold import fold_events
 from titan_ft.history.outcome import Outcome, decide_outcome, find_outcome
 from titan_ft.history.record import RunRecord
+from titan_ft.history.terminal import headline
 
 BOOM = {"reason": "rank 0 ended with exit status 1", "signal": None, "code": 1, "error": "RuntimeError: boom"}
 BOOM |= {"where": "mybug.py:15", "log": "logs/replica-1/attempt-0/rank-0.log"}
@@ -152,6 +153,21 @@ def test_failed(synthetic_run: Any) -> None:
     assert found.headline == "Failed at step 12 of 40: RuntimeError: boom, rank 0 of group 1, mybug.py:15"
     assert found.reason is not None
     assert (found.reason.attempt, found.reason.step, found.reason.log) == (0, 11, BOOM["log"])
+
+
+def test_lines_for_the_terminal(synthetic_run: Any) -> None:
+    """The headline in its colour, the log of its reason, and what else ended groups that are not back, each once."""
+    run = started(synthetic_run, 11, num_groups=3)
+    run.exit(0, signal="SIGABRT", reason="rank 0 was killed by SIGABRT")
+    run.exit(1, **BOOM)
+    run.exit(2, **{**BOOM, "log": "another"})
+    end_launch(run, 1, "all groups end with RuntimeError: boom", after=2.0)
+    head, *more = headline(outcome(run), "red")
+    assert (head.plain, head.style) == (f"\u2717 {outcome(run).headline}", "red")
+    assert [line.plain for line in more] == [
+        "  see logs/replica-1/attempt-0/rank-0.log",
+        "  not back: killed by SIGABRT, rank 0 of group 0",
+    ]
 
 
 def test_a_later_cause(synthetic_run: Any) -> None:

@@ -26,7 +26,7 @@ from titan_ft.chaos.faults import FAULTS
 from titan_ft.history import intervals
 from titan_ft.history.check import check
 from titan_ft.history.goodput import goodput
-from titan_ft.history.incidents import Incident
+from titan_ft.history.incidents import Incident, find_failures
 from titan_ft.history.notes import find_notes
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report import charts
@@ -314,6 +314,18 @@ def test_page_of_a_campaign(short_campaign: list[Event], campaign_page: Reader) 
     rows = page.text[page.text.index("Replayed") :]
     assert faults
     assert all(rows.count(f" {fault} ") >= faults.count(fault) for fault in faults)
+
+
+def test_failures_are_those_of_the_fold(short_campaign: list[Event]) -> None:
+    """Whoever counts event by event, as a live view does, counts the failures that the report lists."""
+    record = RunRecord(short_campaign)
+    failures = find_failures(record)
+    assert len(failures) == len(record.fold.failures) > 0
+    deaths = {
+        (attempt.replica, attempt.number) for group in record.attempts.values() for attempt in group if attempt.failed
+    }
+    assert {(each.slot, each.attempt) for each in record.fold.failures if each.died} == deaths
+    assert {(each.replica, each.attempt) for each in failures} == {(f.slot, f.attempt) for f in record.fold.failures}
 
 
 def test_page_needs_nothing_from_elsewhere(campaign_page: Reader, campaign_folder: Path) -> None:

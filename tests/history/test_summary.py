@@ -12,6 +12,7 @@ import pytest
 
 from tests.event_builder import build, named
 from titan_ft.history import summary as summaries
+from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report.facts import goodput_terms
 from titan_ft.history.summary import RunSummary, summary_table
@@ -143,7 +144,7 @@ def test_order_of_events_does_not_matter() -> None:
 def test_empty_history_is_unknown() -> None:
     """Without events all figures are zero, empty or unknown, and the text still comes."""
     summary = summarize([])
-    assert summary == RunSummary()
+    assert summary == RunSummary(find_outcome(RunRecord([])))
     assert (summary.final_digests, summary.step_digests, summary.step_seconds) == ("unknown", "unknown", None)
     assert "unknown" in format_summary(summary)
     json.dumps(summary.to_dict(), allow_nan=False)
@@ -311,19 +312,20 @@ def test_differing_step_digests_are_named() -> None:
 
 
 def test_text_is_short_and_aligned() -> None:
-    """The text has one aligned line per figure and names the failure's cost; 20 kills still fit in 20 lines."""
+    """The text has one aligned line per figure and names the failure's cost; 20 kills still fit in 24 lines."""
     text = format_summary(summarize(killed_run()))
     assert "2 x 2 ranks" in text
     assert "13 attempted, 12 committed" in text
     assert "SIGKILL, survivors stalled 0.50 s, contributing again after 0.30 s" in text
     assert "healed from group 0: 2.0 MiB in 0.40 s" in text
-    lines = text.splitlines()
+    outcome, empty, *lines = text.splitlines()
+    assert (outcome, empty) == ("\u2713 Finished at step 12", "")
     column = lines[0].index("2 x 2")
     assert all(line[column - 2 : column] == "  " and line[column] != " " for line in lines)
     events = [event("worker_exited", float(k), 1, None, k, signal="SIGKILL") for k in range(20)]
     many = format_summary(summarize(events))
     assert "15 more" in many
-    assert len(many.splitlines()) <= 20
+    assert len(many.splitlines()) <= 24
 
 
 def test_to_dict_is_json() -> None:

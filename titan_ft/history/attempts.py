@@ -102,6 +102,8 @@ class Attempt:
     """When the supervisor found the first worker ended, or the launcher its agent and all workers."""
     ended_by: str = ""
     """What ended its first worker, or its agent, where that was a failure: a signal or an exit code; else empty."""
+    error: str = ""
+    """The exception of that worker; empty where it was a signal, or the worker told of none."""
     stopped: bool = False
     """Whether the supervisor ended it because the run was stopped."""
     gave_up_us: int | None = None
@@ -115,8 +117,13 @@ class Attempt:
 
     @property
     def cause(self) -> str:
-        """What ended it, in words: the fault, the signal or the exit code."""
-        return self.ended_by if self.fault is None else f"{self.fault.name} ({self.ended_by})"
+        """What ended it, in words: the fault, the exception, the signal or the exit code."""
+        return self.reason if self.fault is None else f"{self.fault.name} ({self.reason})"
+
+    @property
+    def reason(self) -> str:
+        """What ended it, whatever caused that: the exception, else the signal or the exit code; else empty."""
+        return self.error or self.ended_by
 
     @property
     def silent_us(self) -> int | None:
@@ -144,7 +151,7 @@ class Attempt:
         if event.stopped:
             self.stopped = self.stopped or not self.failed
         elif cause is not None and not self.failed and not (self.drained_us is not None and cause == "SIGTERM"):
-            self.ended_by, self.stopped = cause, False
+            self.ended_by, self.error, self.stopped = cause, event.error or "", False
 
 
 def microseconds(event: ev.Event) -> int:

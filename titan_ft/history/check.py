@@ -30,7 +30,7 @@ from titan_ft.history.checks.work import check_work
 from titan_ft.history.outcome import Colour, Outcome, find_outcome
 from titan_ft.history.record import RunRecord
 from titan_ft.history.reread import Reread
-from titan_ft.history.terminal import grid
+from titan_ft.history.terminal import coloured, grid, headline
 from titan_ft.history.unit import STEP, Unit
 
 if TYPE_CHECKING:
@@ -192,9 +192,7 @@ _CHECKERS: tuple[tuple[int, str, Checker], ...] = (
 )
 
 
-_STYLES: dict[Colour, str] = {"green": "green", "amber": "yellow", "red": "red"}
-_COLOURS: dict[str, Colour] = {"holds": "green", "does not hold": "red", "unknown": "amber"}
-_MARKS: dict[Colour, str] = {"green": SYMBOLS["holds"], "amber": "!", "red": SYMBOLS["does not hold"]}
+_COLOURS: dict[Verdict, Colour] = {"holds": "green", "does not hold": "red", "unknown": "amber"}
 
 
 def check_table(verdicts: Verdicts) -> Group:
@@ -205,20 +203,14 @@ def check_table(verdicts: Verdicts) -> Group:
     rows: list[tuple[str | Text, str | Text, str]] = []
     for each in verdicts.judgements:
         symbol, number = SYMBOLS[each.verdict] if each.asked else "-", each.promise or " "
-        style = _STYLES[_COLOURS[each.verdict]] if each.asked else "dim"
-        verdict = Text(each.shown_verdict, style=style)
-        rows.append((Text(f"{symbol} {number} {each.name}", style=style), verdict, each.statement))
+        name, verdict = Text(f"{symbol} {number} {each.name}", style="dim"), Text(each.shown_verdict, style="dim")
+        if each.asked:
+            name, verdict = (coloured(cell.plain, _COLOURS[each.verdict]) for cell in (name, verdict))
+        rows.append((name, verdict, each.statement))
         details = each.details(verdicts.start, verdicts.unit.noun)
         rows += [("", "", text) for text in details[:MAX_SHOWN]]
         if len(details) > MAX_SHOWN:
             rows.append(("", "", f"... {len(details) - MAX_SHOWN} more (--json names them all)"))
-    head = [headline(verdicts), Text(f"  verdict: {verdicts.promises}")]
+    head = [] if verdicts.outcome is None else headline(verdicts.outcome, verdicts.colour)
+    head.append(Text(f"  verdict: {verdicts.promises}"))
     return Group(*head, "", grid(rows), "", *head)
-
-
-def headline(verdicts: Verdicts) -> Text:
-    """Return the outcome of the run for the terminal, in the colour of the run and its promises."""
-    from rich.text import Text
-
-    text = "What became of the run is unknown" if verdicts.outcome is None else verdicts.outcome.headline
-    return Text(f"{_MARKS[verdicts.colour]} {text}", style=f"bold {_STYLES[verdicts.colour]}")

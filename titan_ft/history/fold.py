@@ -74,6 +74,8 @@ class Failure:
     attempt: int
     time: float
     """Unix seconds of its first sign: an exit, a commit of the others without the group, a broken exchange."""
+    since: float
+    """Unix seconds of the last commit to which the group contributed before; `time` where an exchange broke."""
     died: bool = False
     """Whether a worker of the group ended by itself."""
     away: bool = True
@@ -101,6 +103,8 @@ class GroupFold:
     """Attempts that failed since it last contributed to a step."""
     left_because: str = ""
     """Who asked it to leave."""
+    contributed: float = 0.0
+    """Unix seconds of the last commit to which it contributed."""
     contributes: bool = False
     """Whether it contributed to the last step that it committed, and neither ended nor dropped out since."""
     failure: Failure | None = None
@@ -190,7 +194,9 @@ class RunFold:
                     )
 
     def _take_exit(self, group: GroupFold, event: ev.WorkerExited) -> None:
-        if event.stopped or event.attempt < group.attempt or group.state in ("died", "given up", "left"):
+        if event.stopped or group.state in ("died", "given up"):
+            return
+        if group.state == "left" and event.cause in (None, "SIGTERM"):
             return
         if event.cause is None:
             if event.rank == 0:  # its own last event may be missing, as on a full disk
@@ -254,7 +260,7 @@ class RunFold:
         # An exchange breaks as well where a group dies or leaves, or where one is still away.
         explained = missing or any(group.failure or group.state in ("left", "died") for group in self.groups.values())
         if broken is not None and not explained:
-            self.failures.append(Failure(None, event.attempt, broken, away=False, back=event.time))
+            self.failures.append(Failure(None, event.attempt, broken, broken, away=False, back=event.time))
 
     def _drop_out(self, group: GroupFold, time: float, *, died: bool = False) -> None:
         """Note a failure of a group; one that is away already, and dies only now, has failed once."""
@@ -263,12 +269,12 @@ class RunFold:
         if before is not None and not (died and before.died):
             before.died = before.died or died
             return
-        group.failure = Failure(group.slot, group.attempt, time, died=died)
+        group.failure = Failure(group.slot, group.attempt, time, group.contributed or time, died=died)
         self.failures.append(group.failure)
 
     def _come_back(self, group: GroupFold, event: ev.StepCommitted) -> None:
         """Note that a group contributed to a step."""
-        group.contributes, group.reason, group.num_ends = True, None, 0
+        group.contributes, group.contributed, group.reason, group.num_ends = True, event.time, None, 0
         if group.failure is not None:
             group.failure.back, group.failure = event.time, None
 

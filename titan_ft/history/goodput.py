@@ -13,7 +13,7 @@ from statistics import mean
 from typing import Any
 
 from titan_ft.history.attempts import microseconds
-from titan_ft.history.incidents import find_incidents
+from titan_ft.history.incidents import find_failures
 from titan_ft.history.intervals import STATES
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.timeline import timeline
@@ -53,7 +53,7 @@ class Goodput:
     tokens_per_second: float | None = None
     """Tokens of committed steps per second of the whole time."""
     num_failures: int = 0
-    """Faults injected, and ends of groups that no fault explains."""
+    """See `titan_ft.history.fold`."""
     mean_stall_seconds: float | None = None
     """Over the failures that other groups lived to see; those that stalled nobody count as 0."""
 
@@ -96,9 +96,9 @@ def goodput(record: RunRecord) -> Goodput:
         steps = record.first_commits.values()
         result.steps_per_hour = len(steps) * 3600e6 / line.wall_us
         result.tokens_per_second = sum(event.tokens for event in steps) * 1e6 / line.wall_us
-    failed = [incident for incident in find_incidents(record) if incident.failed]
-    known = [incident.stall_seconds for incident in failed if incident.stall_seconds is not None]
-    result.num_failures = len(failed)
+    failures = find_failures(record)
+    known = [failure.stall_seconds for failure in failures if failure.stall_seconds is not None]
+    result.num_failures = len(failures)
     result.mean_stall_seconds = mean(known) if known else None
     return result
 

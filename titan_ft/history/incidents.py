@@ -1,9 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Incidents of a run, and what each cost: the one definition of a stall, of a failure and of their price.
+"""Incidents of a run, and what each cost: the one definition of a stall and of its price.
 
-An *incident* is a fault that was injected (one shot that hits several groups is one), the end of a group that no fault
-explains, or a group's leaving because it was asked to. It *begins* with the fault; without one, with the last event of
+An *incident* is a fault that was injected (one shot that hits several groups is one), a failure that no fault
+explains, or a group's leaving because it was asked to. What a *failure* is says `titan_ft.history.fold`, for every view
+of a run; an incident has none, one or several: a fault that only slows a rank down has none, one shot that kills two
+groups has two. An incident *begins* with the fault; without one, with the last event of
 the worker that fell silent first, or with the event in which the group says that it leaves. It *reaches* until it is
 over for the others: until the end of its groups is noticed, until the last step that still has their gradients, until
 the fault is undone, or until a lighthouse listens again.
@@ -22,18 +24,25 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from titan_ft.history.attempts import Attempt, Fault, microseconds
+from titan_ft.history.fold import Failure as Dropout
 from titan_ft.history.record import RunRecord, view
-from titan_ft.run.events import HealFinished, StepCommitted
+from titan_ft.run.events import DigestMismatch, Event, HealFinished, LinkDead, PeerSilent, StepCommitted
 
 Commits = Mapping[int, Sequence[StepCommitted]]
 """Those of each group, in order of time."""
 _ASK_TO_LEAVE = ("term_group",)
+EFFECT_SECONDS = 60.0
+"""So long after a fault is over, its group may drop out because of it: a corrupt state shows at the next digest."""
+BREAK_SECONDS = 15.0
+"""So long after a fault is over, an exchange may break because of it."""
+CLOCK_SECONDS = 1.0
+"""What the clocks of two hosts may differ by."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +67,23 @@ class Heal:
 
 @dataclass(frozen=True)
 class Failure:
-    """One death of a group's attempt."""
+    """A failure, see `titan_ft.history.fold`, and what it cost."""
 
-    replica: int
+    replica: int | None
+    """None where an exchange broke and all groups were in its repetition."""
     attempt: int
     time: float
-    """Unix seconds of the injected fault that caused it, or else at which the supervisor noted the death."""
+    """Unix seconds of the injected fault that caused it, or else at which it was noted."""
     cause: str
-    """Name of the signal, or the exit code."""
+    """What ended the group: the exception, the signal or the exit code; of one that lived, the name of its incident."""
     stall_seconds: float | None
     """The stall of its incident."""
     rejoin_seconds: float | None
-    """Seconds until a later attempt contributed to a committed step; None if none did."""
+    """Seconds until the group contributed to a step again; None if it did not, or was never away."""
     heal: Heal | None
     """The last transfer of state before that step; None if the group did not contribute again, or healed nothing."""
+    away: bool = True
+    """Whether the group was away; else an exchange broke and was repeated."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +102,13 @@ class Drain:
 
 @dataclass(frozen=True)
 class Incident:
-    """A fault, or a group's end or leaving that no fault explains, and what it cost."""
+    """A fault, or a failure or a group's leaving that no fault explains, and what it cost."""
 
     time: float
     """Unix seconds of the fault; of the supervisor's event, or of the group's own, where no fault is known."""
     fault: str
-    """The fault's name; what ended the group (SIGKILL, exit code 1, drained) where none was injected."""
+    """The fault's name; where none was injected what ended the group (SIGKILL, an exception, drained), or what was seen
+    of one that lived (silent, out of reach)."""
     injected: bool
     replicas: tuple[int, ...]
     """The groups it hit; empty for the lighthouse and for a fault that hit none."""
@@ -106,14 +119,14 @@ class Incident:
     stall_seconds: float | None
     """Its stall; see this module."""
     rejoin_seconds: float | None
-    """Until all the groups it hit contributed to a step again, healed if they had to; None if one never did."""
+    """Until all the groups that were away contributed to a step again; None if one never did, or none was away."""
     heal: Heal | None
-    """The last transfer of state to one of the groups before that."""
+    """The last transfer of state to one of the groups before that; None without."""
     failures: tuple[Failure, ...] = ()
     drains: tuple[Drain, ...] = ()
 
     @property
-    def failed(self) -> bool:
+    def is_listed(self) -> bool:
         """Whether it is a fault or a failure, and not only a group that left because it was asked to."""
         return self.injected or bool(self.failures)
 
@@ -193,6 +206,8 @@ class _Open(Cause):
     fault: Fault | None
     ended: list[Attempt] = field(default_factory=list)
     """The attempts that ended of it."""
+    dropped: list[Dropout] = field(default_factory=list)
+    """The failures of it in which no attempt ended."""
 
 
 @view
@@ -232,7 +247,7 @@ def count_faults(record: RunRecord) -> dict[str, int]:
 
 
 def find_failures(record: RunRecord) -> list[Failure]:
-    """Return the deaths of groups in order of time, one for each attempt."""
+    """Return the failures of a run in order of time: the one list that every figure about failures is taken from."""
     return sorted((f for one in find_incidents(record) for f in one.failures), key=lambda failure: failure.time)
 
 
@@ -291,7 +306,44 @@ def _open_incidents(record: RunRecord) -> list[_Open]:
         if one is not None:
             one.ended.append(attempt)
             one.reach = max(one.reach, attempt.exit_us or 0)
+    for dropout in record.fold.failures:
+        if not dropout.died:
+            _open_of(dropout, found, record).dropped.append(dropout)
     return found
+
+
+def _open_of(dropout: Dropout, found: list[_Open], record: RunRecord) -> _Open:
+    """Return the fault that a failure follows from in which no attempt ended, or else a new incident of its own."""
+    time, slot = round(dropout.time * 1e6), dropout.slot
+    patience = round((EFFECT_SECONDS if slot is not None else BREAK_SECONDS) * 1e6)
+    causes = [one for one in found if one.fault is not None and one.begin <= time <= one.reach + patience]
+    if slot is not None:
+        causes = [one for one in causes if slot in one.groups]
+    if causes:
+        return max(causes, key=lambda one: one.begin)
+    groups = set() if slot is None else {slot}
+    begin = round(min(dropout.since, dropout.time) * 1e6)
+    new = _Open(begin, time, groups, time, _name_dropout(dropout, record), None)
+    found.append(new)
+    return new
+
+
+def _name_dropout(dropout: Dropout, record: RunRecord) -> str:
+    """Return what was seen of a group that the others went on without although it lived."""
+    if dropout.slot is None:
+        return "exchange broke"
+    slot, begin, end = dropout.slot, dropout.since - CLOCK_SECONDS, dropout.time + CLOCK_SECONDS
+
+    def seen(slots: Collection[int], event: Event) -> bool:
+        return slot in slots and begin <= event.time <= end
+
+    if any(seen(event.minority, event) for event in record.of(DigestMismatch)):
+        return "other digest"
+    if any(seen(event.slots, event) for event in record.of(LinkDead)):
+        return "out of reach"
+    if any(seen(event.slots, event) for event in record.of(PeerSilent)):
+        return "silent"
+    return "dropped out"
 
 
 def _is_of(incident: Fault | None, fault: Fault | None) -> bool:
@@ -336,15 +388,20 @@ def _describe(
     returns = {
         replica: _find_return(one, replica, incidents, commits.get(replica, ()), heals) for replica in one.groups
     }
-    known = [back.time for back, _ in returns.values() if back is not None]
-    whole = bool(returns) and len(known) == len(returns)
-    last = max((heal for _, heal in returns.values() if heal is not None), key=lambda heal: heal.time, default=None)
-    failures = []
+    deaths = []
     for attempt in one.ended:
         if attempt.failed:
             back, heal = returns[attempt.replica]
             rejoin = None if back is None else max(0.0, back.time - time)
-            failures.append(Failure(attempt.replica, attempt.number, time, attempt.ended_by, stall, rejoin, heal))
+            deaths.append(Failure(attempt.replica, attempt.number, time, attempt.reason, stall, rejoin, heal))
+    dropouts = [_describe_dropout(dropout, one, stall, heals) for dropout in one.dropped]
+    # Who left because it was asked to was away as well.
+    ended = [returns[attempt.replica] for attempt in one.ended]
+    rejoins = [None if back is None else back.time - time for back, _ in ended]
+    rejoins += [dropout.rejoin_seconds for dropout in dropouts if dropout.away]
+    known = [rejoin for rejoin in rejoins if rejoin is not None]
+    healed = [heal for _, heal in ended] + [dropout.heal for dropout in dropouts]
+    last = max((heal for heal in healed if heal is not None), key=lambda heal: heal.time, default=None)
     drains = [
         Drain(attempt.replica, attempt.number, (attempt.drained_us or 0) / 1e6, attempt.in_order, stall)
         for attempt in one.ended
@@ -359,11 +416,22 @@ def _describe(
         shot=None if one.fault is None else one.fault.shot,
         ended=bool(one.ended),
         stall_seconds=stall,
-        rejoin_seconds=max(known) - time if whole else None,
+        rejoin_seconds=max(known) if known and len(known) == len(rejoins) else None,
         heal=last,
-        failures=tuple(failures),
+        failures=(*deaths, *dropouts),
         drains=tuple(drains),
     )
+
+
+def _describe_dropout(dropout: Dropout, one: _Open, stall: float | None, heals: Sequence[Heal]) -> Failure:
+    """Return a failure in which no attempt ended. Its group is away from its last contribution, or from the fault."""
+    begin, back = max(dropout.since, one.time_us / 1e6 if one.fault else 0.0), dropout.back
+    rejoin = None if back is None or not dropout.away else max(0.0, back - begin)
+    until = float("inf") if back is None else back
+    healed = [heal for heal in heals if heal.replica == dropout.slot and begin <= heal.time <= until]
+    heal = healed[-1] if healed and back is not None else None
+    time = one.time_us / 1e6
+    return Failure(dropout.slot, dropout.attempt, time, one.name, stall, rejoin, heal, away=dropout.away)
 
 
 def _find_return(

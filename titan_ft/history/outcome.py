@@ -14,6 +14,7 @@ from typing import Any, Literal
 from titan_ft.history.fold import ENDED, GroupFold, Reason, RunFold
 from titan_ft.history.notes import name_groups
 from titan_ft.history.record import RunRecord, view
+from titan_ft.run.error_file import kind_of
 
 Kind = Literal["running", "finished", "stopped", "failed", "never began", "no word"]
 """Where the launcher is gone without a word, or the history ends without one, the kind is "no word"."""
@@ -58,6 +59,8 @@ class Outcome:
     lost: tuple[LostGroup, ...]
     reason: Reason | None
     """Why it failed, or why it does not begin; None otherwise."""
+    reasons: tuple[Reason, ...]
+    """Why groups ended that have not contributed since, each reason once: the one that decided first."""
     stopped_by: str
     """Who stopped it: "Ctrl-C", "SIGTERM", "--minutes"; empty if nobody did, or nobody knows."""
     colour: Colour
@@ -80,9 +83,9 @@ def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
         goes_on: whether its launcher lives, or, without a launcher, its groups do.
     """
     kind = _find_kind(fold, goes_on=goes_on)
-    reason = None
-    if kind in ("failed", "never began") or (kind in ("running", "no word") and fold.step is None):
-        reason = _decisive_reason(fold)
+    reasons = _find_reasons(fold)
+    has_reason = kind in ("failed", "never began") or (kind in ("running", "no word") and fold.step is None)
+    reason = next(iter(reasons), None) if has_reason else None
     lost = tuple(_lost_groups(fold, kind))
     by = _stopped_by(fold) if kind == "stopped" or fold.stopping is not None else ""
     step = 0 if fold.step is None else fold.unit.step_after(fold.step)
@@ -93,6 +96,7 @@ def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
         steps=fold.target,
         lost=lost,
         reason=reason,
+        reasons=reasons,
         stopped_by=by,
         colour=_colour(fold, kind, lost),
     )
@@ -109,7 +113,7 @@ def _find_kind(fold: RunFold, *, goes_on: bool) -> Kind:
         return _kind_without_launcher(fold)
     if fold.stopping is not None:
         # A run whose workers died again and again before the first step came to nothing, whoever ended it.
-        return "never began" if fold.step is None and _decisive_reason(fold) is not None else "stopped"
+        return "never began" if fold.step is None and _find_reasons(fold) else "stopped"
     if end.code == 0:
         return "finished" if not states or fold.step is not None else "no word"
     return "failed" if fold.step is not None else "never began"
@@ -125,18 +129,19 @@ def _kind_without_launcher(fold: RunFold) -> Kind:
     return "no word"
 
 
-def _decisive_reason(fold: RunFold) -> Reason | None:
-    """Return why the last groups ended; without any, what the launcher said.
+def _find_reasons(fold: RunFold) -> tuple[Reason, ...]:
+    """Return why groups ended that have not contributed since; exceptions that differ in numbers only are one.
 
-    Of ends at about the same time the exception that does not go by itself comes first: the others follow from it.
+    Of ends at about the same time as the last one, the exception that does not go by itself comes first:
+    the others follow from it. Where the launch failed long after them, the launcher's own word comes first.
     """
-    reasons = [group.reason for group in fold.groups.values() if group.reason is not None]
+    found = [group.reason for group in fold.groups.values() if group.reason is not None]
+    latest = max((reason.time for reason in found), default=0.0)
+    found.sort(key=lambda one: (one.time < latest - SAME_END_SECONDS, not one.exception, one.transient, one.time))
     end = fold.launch_end
-    latest = max((reason.time for reason in reasons), default=0.0)
     if end is not None and end.code and fold.stopping is None and latest < end.time - SAME_END_SECONDS:
-        return Reason(end.reason, time=end.time)  # as when the lighthouse failed
-    together = [reason for reason in reasons if reason.time >= latest - SAME_END_SECONDS]
-    return min(together, key=lambda one: (not one.exception, one.transient, one.time), default=None)
+        found.insert(0, Reason(end.reason, time=end.time))  # as when the lighthouse failed
+    return tuple({kind_of(reason.text): reason for reason in reversed(found)}.values())[::-1]
 
 
 def _lost_groups(fold: RunFold, kind: Kind) -> list[LostGroup]:

@@ -15,13 +15,14 @@ from titan_ft.history.audit import audit
 from titan_ft.history.checks.judgement import count
 from titan_ft.history.crashes import Crash, find_crashes
 from titan_ft.history.digests import Verdict, compare_digests
-from titan_ft.history.goodput import count_exchanges, count_wire_bytes
+from titan_ft.history.goodput import count_exchanges, count_wire_bytes, effective_training_time
 from titan_ft.history.hosts import HostFigures, find_hosts, name_range
 from titan_ft.history.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
+from titan_ft.history.outcome import Outcome, find_outcome
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.rework import Rework, find_rework
 from titan_ft.history.rounds import Rounds, find_rounds
-from titan_ft.history.terminal import grid
+from titan_ft.history.terminal import grid, headline
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.run.events import (
     Drained,
@@ -33,7 +34,7 @@ from titan_ft.run.events import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 MAX_FAILURES_SHOWN = 5
 
@@ -60,6 +61,8 @@ class Transfer:
 class RunSummary:
     """The figures of one run. Zero, None, empty or "unknown" where it is not in the history."""
 
+    outcome: Outcome
+    """What became of it."""
     start: float = 0.0
     """When the job began, in Unix seconds."""
     num_groups: int = 0
@@ -82,6 +85,9 @@ class RunSummary:
     """See `titan_ft.history.goodput.count_wire_bytes`."""
     step_seconds: float | None = None
     """The usual step, see `RunRecord.usual_step_us`."""
+    effective_training_time: float | None = None
+    effective_training_time_in_training: float | None = None
+    """The goodput, see `titan_ft.history.goodput.effective_training_time`."""
     rework: Rework = field(default_factory=Rework)
     """Committed steps that were thrown away and made again."""
     recomputed_forward_passes: int = 0
@@ -94,6 +100,7 @@ class RunSummary:
     """Injected faults, see `titan_ft.history.attempts.InjectedFaults`."""
     drains: list[Drain] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    """See `titan_ft.history.fold`."""
     crashes: list[Crash] = field(default_factory=list)
     """The exceptions that ended groups, each once."""
     hosts: list[HostFigures] = field(default_factory=list)
@@ -120,6 +127,7 @@ class RunSummary:
         """Return the figures as plain dictionaries, lists and numbers, for JSON."""
         figures = asdict(self)
         figures["unit"], figures["rework"] = self.unit.noun, self.rework.to_dict()
+        figures["outcome"] = self.outcome.to_dict()
         figures["losses"] = [{"step": step, "loss": loss} for step, loss in self.losses]
         return figures
 
@@ -138,7 +146,9 @@ def summarize(record: RunRecord) -> RunSummary:
     last = {(event.replica, event.rank): event for event in finished or _last_to_leave(record)}
     compared = compare_digests(((e.step, e.lineage, e.rank), e.replica, e.digest) for e in record.of(StepCommitted))
     audited = audit(record)
+    effective, effective_in_training = effective_training_time(record)
     return RunSummary(
+        outcome=find_outcome(record),
         start=record.begin,
         num_groups=len(ranks),
         ranks_per_group=max(ranks.values(), default=0),
@@ -152,6 +162,8 @@ def summarize(record: RunRecord) -> RunSummary:
         wire_bytes=wire_bytes,
         wire_bytes_per_step=wire_bytes_per_step,
         step_seconds=record.usual_step_seconds,
+        effective_training_time=effective,
+        effective_training_time_in_training=effective_in_training,
         rework=find_rework(record),
         recomputed_forward_passes=sum(_recomputed(event) for event in commits),
         num_restarts=len(restarts),
@@ -216,8 +228,10 @@ def _last_to_leave(record: RunRecord) -> list[Drained]:
     return [event for event in left if last is not None and event.lineage == last.lineage]
 
 
-def summary_table(summary: RunSummary) -> Table:
-    """Return the figures as a short table for the terminal."""
+def summary_table(summary: RunSummary) -> Group:
+    """Return the figures for the terminal: what became of the run, why, and a short table."""
+    from rich.console import Group
+
     s = summary
     standby = f" ({s.num_standby_restarts} without imports)" if s.num_standby_restarts else ""
     rows = [
@@ -225,6 +239,7 @@ def summary_table(summary: RunSummary) -> Table:
         ("time", f"{s.seconds:.1f} s, {_seconds(s.step_seconds)} a {s.unit.noun} (median)"),
         (f"{s.unit.noun}s committed", s.rounds.describe() if s.rounds else str(s.steps_committed)),
         *([("made again", s.rework.describe())] if s.rework.describe() else []),
+        ("goodput", _goodput(s)),
         ("exchanges", f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"),
         *([("gradients sent", describe_sent(s))] if s.wire_bytes else []),
         ("steps recomputed by survivors", f"{s.recomputed_forward_passes} (forward passes)"),
@@ -247,7 +262,9 @@ def summary_table(summary: RunSummary) -> Table:
             )
     if s.failures:
         rows.append(("survivors' stall", _spread([failure.stall_seconds for failure in s.failures])))
-        rows.append(("time to rejoin", _spread([failure.rejoin_seconds for failure in s.failures])))
+    if any(failure.away for failure in s.failures):
+        rejoins = [failure.rejoin_seconds for failure in s.failures if failure.away]
+        rows.append(("time to rejoin", _spread(rejoins)))
     if s.drains:
         who = ", ".join(_name(drain) for drain in s.drains[:MAX_FAILURES_SHOWN])
         more = ", ..." if len(s.drains) > MAX_FAILURES_SHOWN else ""
@@ -268,7 +285,16 @@ def summary_table(summary: RunSummary) -> Table:
         ("final digests", f"{s.final_digests} ({count(len(s.finished_replicas), 'group')} at the end)"),
         ("digests on the way", f"{s.step_digests}{steps} ({s.num_step_digests} compared)"),
     ]
-    return grid(rows)
+    return Group(*headline(s.outcome, s.outcome.colour), "", grid(rows))
+
+
+def _goodput(summary: RunSummary) -> str:
+    """Return the effective training time in words."""
+    whole, training = summary.effective_training_time, summary.effective_training_time_in_training
+    if whole is None or training is None:
+        return "unknown"
+    noun = summary.unit.noun
+    return f"{100 * whole:.1f} % effective training time, {100 * training:.1f} % from the first {noun} to the last"
 
 
 def describe_sent(summary: RunSummary) -> str:
@@ -279,13 +305,15 @@ def describe_sent(summary: RunSummary) -> str:
 
 
 def _name(end: Failure | Drain) -> str:
-    return f"group {end.replica}, attempt {end.attempt}"
+    return "all groups" if end.replica is None else f"group {end.replica}, attempt {end.attempt}"
 
 
 def _describe(failure: Failure) -> str:
     """Return one failure in words."""
     parts = [failure.cause, f"survivors stalled {_seconds(failure.stall_seconds)}"]
-    if failure.rejoin_seconds is None:
+    if not failure.away:
+        parts.append("the exchange was repeated")
+    elif failure.rejoin_seconds is None:
         parts.append("never contributed again")
     else:
         parts.append(f"contributing again after {_seconds(failure.rejoin_seconds)}")

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from titan_ft.history.outcome import Colour, Outcome
+
 _UNLIMITED = 100_000
 
 
@@ -30,6 +32,33 @@ def grid(rows: Iterable[Sequence[str | Text]]) -> Table:
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
+
+
+_STYLES: dict[Colour, str] = {"green": "green", "amber": "yellow", "red": "red"}
+_MARKS: dict[Colour, str] = {"green": "\u2713", "amber": "!", "red": "\u2717"}
+
+
+def coloured(text: str, colour: Colour) -> Text:
+    """Return a text in one of the colours of an outcome."""
+    from rich.text import Text
+
+    return Text(text, style=_STYLES[colour])
+
+
+def headline(outcome: Outcome, colour: Colour) -> list[Text]:
+    """Return the lines that say what became of a run: its headline, then the logs of what failed last."""
+    from rich.text import Text
+
+    head = coloured(f"{_MARKS[colour]} {outcome.headline}", colour)
+    head.stylize("bold")
+    lines = [head]
+    named = [reason for reason in (outcome.reason, *(group.reason for group in outcome.lost)) if reason is not None]
+    for reason in outcome.reasons:
+        said = "" if reason in named else f"not back: {reason.describe()}"
+        log = f"see {reason.log}" if reason.log else ""
+        if said or log:
+            lines.append(Text(f"  {'; '.join(part for part in (said, log) if part)}"))
+    return lines
 
 
 def text_of(shown: RenderableType) -> str:

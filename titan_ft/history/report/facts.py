@@ -16,7 +16,6 @@ from titan_ft.history.checks.judgement import count
 from titan_ft.history.goodput import goodput
 from titan_ft.history.incidents import Incident, count_faults, find_incidents
 from titan_ft.history.notes import find_notes, name_groups
-from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.report.phases import add_up, find_phases
 from titan_ft.history.report.style import DETAILS, STATES, Look, state_order
@@ -51,7 +50,6 @@ def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[
         "faults_by_kind": count_faults(record),
         "goodput": goodput(record).to_dict(),
         "stalls": [each.incident.to_dict() for each in find_recoveries(record)],
-        "outcome": find_outcome(record).to_dict(),
         "check": check(record, against).to_dict(),
         "notes": [asdict(note) for note in find_notes(record)],
     }
@@ -62,7 +60,7 @@ def find_recoveries(record: RunRecord) -> list[Recovery]:
     """Return the faults and the failures of a run, in order of time."""
     found = []
     for incident in find_incidents(record):
-        if incident.failed:
+        if incident.is_listed:
             after = bisect_right(record.commits, incident.time, key=lambda event: event.time)
             step = record.commits[after].step if after < len(record.commits) else None
             found.append(Recovery(incident.time - record.begin, step, incident))
@@ -144,7 +142,7 @@ def _each(values: Iterable[str]) -> str:
 def headline(record: RunRecord) -> list[tuple[str, str, str]]:
     """Return the figures that a reader wants first: what it is, its value, and a detail."""
     s, spent = summarize(record), goodput(record)
-    stalls = [each.incident.stall_seconds for each in find_recoveries(record)]
+    stalls = [failure.stall_seconds for failure in s.failures]
     known = [stall for stall in stalls if stall is not None]
     planned = [event.config.steps for event in record.of(ev.WorkerStarted) if event.config and event.config.steps]
     if not stalls:
