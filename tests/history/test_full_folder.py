@@ -82,7 +82,7 @@ def test_read_only_disk(good_run: Any, small_disk: Any, capsys: pytest.CaptureFi
     assert f"--run-dir must be a folder that can be written, got {small_disk.folder / 'next'} (Read-only" in errors
 
 
-@pytest.mark.parametrize("command", ["check", "report", "audit"])
+@pytest.mark.parametrize("command", ["check", "report"])
 def test_events_that_are_no_folder(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What cannot be read is named; nothing is claimed of a run of which nothing is known."""
     (tmp_path / "events").touch()

@@ -91,7 +91,7 @@ def test_groups_without_a_launcher_go_on_while_they_announce_something(
     assert not RunRecord.read(tmp_path / "events").goes_on
 
 
-@pytest.mark.parametrize("command", [["report"], ["report", "--json"], ["check"], ["check", "--json"], ["audit"]])
+@pytest.mark.parametrize("command", [["report"], ["report", "--json"], ["check"], ["check", "--json"]])
 def test_command_reads_each_file_once(
     command: list[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -256,12 +256,12 @@ def test_many_kills(make_job: Callable[..., Job], num_kills: int, policy: str) -
 def test_audit_on_the_command_line(
     make_job: Callable[..., Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`titan-ft audit` says that a run's data holds, and names what does not once its history is altered."""
+    """`titan-ft check` says that a run's data holds, and names what does not once its history is altered."""
     job = make_job(groups=2, steps=10, hooks={"faults": [kill(1, "backward")], "hold": 2})
     job.run()
     events = check(job, survivors=[0])
-    assert main(["audit", str(job.paths.root)]) == 0
-    assert "holds" in capsys.readouterr().out
+    assert main(["check", str(job.paths.root)]) == 0
+    assert "6 every batch once         holds" in capsys.readouterr().out
 
     def altered(name: str, change: Callable[[Event], None]) -> list[str]:
         """Return the arguments for a copy in which one group's lone commit of step 5 was changed."""
@@ -275,7 +275,7 @@ def test_audit_on_the_command_line(
         (commit,) = [line for line in lines if line["event"] == "step_committed" and line["step"] == STEP + 1]
         change(commit)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return ["audit", str(copy)]
+        return ["check", str(copy)]
 
     assert {e["replica"] for e in named(events, "step_committed") if e["step"] == STEP + 1} == {0}
     batch = trained(events, 0, slot=0)[STEP + 1][0]

@@ -18,23 +18,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from titan_ft.history.checks.foundation import find_gaps
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.reopenings import find_reopenings
 from titan_ft.history.rounds import find_partial
-from titan_ft.history.terminal import grid
 from titan_ft.history.timeline import timeline
 from titan_ft.history.trajectory import ROOT, State, chain_to
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.run.events import DataOpened, DataReset, Drained, LaunchStarted, StepCommitted
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 Verdict = Literal["holds", "does not hold", "unknown"]
-MAX_FINDINGS_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -360,27 +355,3 @@ def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
         else:
             ranges.append((slot, batch, 1))
     return ranges
-
-
-def audit_table(audit: Audit) -> Table:
-    """Return the audit as a short table for the terminal."""
-    rows = [
-        ("every batch once", audit.verdict),
-        ("batches", f"{audit.counts()}, in {audit.num_steps} {audit.unit.noun}s"),
-        *([("rounds", audit.unit.describe())] if audit.unit.method else []),
-    ]
-    groups: list[tuple[str, Sequence[Finding | str]]] = [
-        ("lost", audit.lost),
-        ("repeated", audit.repeated),
-        ("differing", audit.differing),
-        ("conflict", audit.conflicts),
-        ("unknown", [*audit.unknown, *filter(None, [audit.unproved])]),
-        ("note", audit.notes),
-        ("void", audit.void),
-        ("partial", audit.partial),
-    ]
-    for label, findings in groups:
-        rows += [(label, str(finding)) for finding in findings[:MAX_FINDINGS_SHOWN]]
-        if len(findings) > MAX_FINDINGS_SHOWN:
-            rows.append(("", f"... {len(findings) - MAX_FINDINGS_SHOWN} more (--json names them all)"))
-    return grid(rows)
