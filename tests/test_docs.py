@@ -207,6 +207,17 @@ def test_all_faults_are_told() -> None:
     assert told == listed
 
 
+def test_the_page_of_a_package_index_stands_alone() -> None:
+    """The text that a wheel carries has no relative link, and no command or figure that the README lacks."""
+    (name,) = re.findall(r'^readme = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    page, readme = (ROOT / name).read_text(), (ROOT / "README.md").read_text()
+    assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)]+)\)", page))
+    assert all(words in list(_commands("README.md")) for words in _commands(name))
+    rows = [line for line in page.splitlines() if re.match(r"\| [a-z]", line)]
+    assert rows
+    assert all(row in readme for row in rows)
+
+
 def test_the_readme_is_short() -> None:
     """The README is read in one go; the rest is in docs/."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 115

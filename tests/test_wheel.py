@@ -83,7 +83,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = folder / "sources"
     for name in ("titan_ft", "configs"):
         shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    (sources / "docs").mkdir()
+    for name in ("pyproject.toml", "docs/pypi.md", "LICENSE"):
         shutil.copy(ROOT / name, sources / name)
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
     _run(*pip, "--wheel-dir", str(folder), str(sources), folder=folder)
