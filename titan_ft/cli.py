@@ -243,7 +243,8 @@ def _report(command: Report) -> int:
         print(json.dumps(report_figures(record, against), indent=2))
         return 0
     show(summary_table(summarize(record)))
-    page = write_report(record, command.out or RunPaths(command.run_dir).report, against)
+    folder = command.out or RunPaths(command.run_dir).report
+    page = write_report(record, folder, against, command.run_dir)
     print(f"page: {page}")
     return 0
 

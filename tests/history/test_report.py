@@ -18,6 +18,7 @@ from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -30,13 +31,12 @@ from titan_ft.history.incidents import Incident, find_failures
 from titan_ft.history.notes import find_notes
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report import charts
+from titan_ft.history.report.cards import find_cards
 from titan_ft.history.report.charts import draw_charts
 from titan_ft.history.report.facts import (
     Recovery,
-    duration,
     find_recoveries,
     goodput_terms,
-    headline,
     report_figures,
 )
 from titan_ft.history.report.interactive import figure
@@ -45,13 +45,24 @@ from titan_ft.history.report.page import write_report
 from titan_ft.history.report.phases import Phase
 from titan_ft.history.report.style import DETAILS, GLYPHS, OTHER, STATES, category
 from titan_ft.history.report.thinning import MAX_BOXES, thin_rows
+from titan_ft.history.report.words import duration
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event, StepCommitted
+from titan_ft.run.paths import RunPaths
 
 DEADLY = ("kill_rank", "kill_group", "segfault", "exception", "out_of_memory", "abort_process_group", "kill_donor")
 MILD = ("stop_group", "slow_rank", "network_dead", "nan_gradient", "flip_parameter", "kill_lighthouse", "disk_full")
-SECTIONS = ("Loss", "What each group did", "Stalls and recoveries", "Goodput", "Promises", "Curves of training")
+SECTIONS = (
+    "What failed",
+    "The run",
+    "Loss",
+    "What each group did",
+    "Failures and recoveries",
+    "Goodput",
+    "Promises",
+    "Curves of training",
+)
 FIGURES = ("loss", "timeline", "participants", "stalls", "step-times", "goodput", "grad-norm", "lr", "memory")
 BEGIN = 1_760_000_000.0
 
@@ -260,10 +271,14 @@ def read_page(events: list[Event], folder: Path) -> Reader:
     """Write the report of some events and read its page."""
     record = RunRecord(events)
     reader = Reader(write_report(record, folder).read_text(encoding="utf-8"))
-    names = list(draw_charts(record))
+    names = list(draw_charts(record)) if record.attempts else []
     assert [path.name for path in folder.iterdir()] == ["index.html"]
     assert list(reader.figures) == names
-    assert sorted(reader.ids) == sorted(["figures", *(f"plot-{name}" for name in names)])
+    assert sorted(each for each in reader.ids if "plot-" in each) == sorted(f"plot-{name}" for name in names)
+    assert len(set(reader.ids)) == len(reader.ids)
+    # Each section is in the contents, and nothing else.
+    contents = [link[1:] for link in reader.links if link.startswith("#")]
+    assert [each for each in reader.ids if each in contents] == contents
     # Every section that is there has something in it.
     for place, tag in enumerate(reader.tags[:-1]):
         assert tag != "h2" or reader.tags[place + 1] != "h2"
@@ -291,7 +306,7 @@ def test_page_of_a_campaign(short_campaign: list[Event], campaign_page: Reader) 
     summary, judged = summarize(record), check(record)
     assert [each for each in page.headings if each in SECTIONS] == list(SECTIONS)
     assert sorted(page.figures) == sorted(FIGURES)
-    head = page.text.partition("Loss")[0]
+    head = page.text.partition("Mean over the tokens")[0]
     for text in (
         "Run synthetic",
         "Holds (7 promises checked)",
@@ -302,8 +317,8 @@ def test_page_of_a_campaign(short_campaign: list[Event], campaign_page: Reader) 
         assert text in head
     for text in ("c4; sequences of 8,192 tokens, 64 a step", "torch 2.13.0", "min_replica_size 1", "seed 7"):
         assert text in head
-    for _, value, detail in headline(record):
-        assert f"{value} {detail}" in head
+    for card in find_cards(record):
+        assert f"{card.name} {card.text} {card.detail}" in head
     assert f"{summary.steps_committed:,}" in head
     for promise in range(1, 9):
         name = judged[promise].name
@@ -332,7 +347,8 @@ def test_page_needs_nothing_from_elsewhere(campaign_page: Reader, campaign_folde
     """One file: no address of anything on it, and a policy that lets a browser load nothing whatever plotly.js asks."""
     page = campaign_page
     assert not {"link", "iframe", "object", "base", "form"} & set(page.tags)
-    assert not page.links
+    assert page.links
+    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
     texts = [*page.styles, *page.texts, page.scripts[0], page.scripts[2]]
     assert not [text for text in texts if "://" in text or "@import" in text or "url(" in text]
     policy = (
@@ -411,17 +427,19 @@ def test_promise_that_does_not_hold_is_named(short_campaign: list[Event], tmp_pa
     page = read_page(broken, tmp_path)
     assert "6 Every batch once ✗ does not hold" in page.text
     assert "Every batch once no " in page.text
-    assert ". Does not hold: every batch once." in page.text
+    assert "✗ promises Does not hold: every batch once." in page.text
+    assert 'class="overall fails"' in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
 def test_a_reservation_stands_in_the_first_line(tmp_path: Path) -> None:
-    """A run whose promises hold is not plainly green where its reader must know more, as of a save that failed."""
+    """The line of the promises is not plainly green where a reader must know more, as of a save that failed."""
     job = Job(2)
     job.train(BEGIN + 15)
     job._log(job.time, "checkpoint_failed", 0, step=40, error="disk full")
     page = read_page(job.finish(), tmp_path)
     line = page.text.partition("date ")[0]
-    assert "! Finished at step 43. Holds (7 promises checked); the checkpoint of step 40 could not be saved" in line
+    assert "! Finished at step 43 steps" in line
+    assert "✓ promises Holds (7 promises checked); the checkpoint of step 40 could not be saved" in line
     assert 'class="overall open"' in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
@@ -469,18 +487,78 @@ def test_fault_of_any_name_is_drawn(tmp_path: Path) -> None:
     assert [label for label in labels if len(label) <= 40 and label.startswith("$\\frac$ long ")] == labels
 
 
-def test_failed_launch_is_never_plainly_green(tmp_path: Path) -> None:
-    """The promises may hold in a run that came to nothing; who is stopped by a signal has only ended early."""
+def test_outcome_comes_first(tmp_path: Path) -> None:
+    """The first thing on the page is what became of the run, in its colour; a failed run is red."""
     job = Job(2)
     job.train(BEGIN + 15)
-    events = job.finish()
-    ends = ((1, None, "2 of 2 groups failed: 0, 1", True), (130, "SIGINT", "stopped by Ctrl-C", False))
-    for code, signal, reason, told in ends:
-        ended: list[Any] = copy.deepcopy(events)
-        change(ended[-1], code=code, signal=signal, reason=reason)
-        page = read_page(ended, tmp_path)
-        assert (f"Finished at step 43, but the launch ended with exit status {code}: {reason}." in page.text) is told
-        assert ('class="overall holds"' not in (tmp_path / "index.html").read_text(encoding="utf-8")) is told
+    finished = job.finish()
+    killed: list[Any] = [event for event in finished if event.name not in ("training_finished", "launch_finished")]
+    for replica in (0, 1):
+        job.events = killed
+        error = {"code": 1, "error": "RuntimeError: boom", "where": "mybug.py:15", "log": "/elsewhere/rank-0.log"}
+        job._log(job.time, "worker_exited", replica, reason="", stopped=False, **error)
+        job._log(job.time, "replica_gave_up", replica, reason="again", log="", error="RuntimeError: boom")
+    job._log(job.time + 1, "launch_finished", reason="2 of 2 groups failed: 0, 1", code=1)
+    for events, style, text in (
+        (finished, "holds", f"Finished at step {job.step}"),
+        (killed, "fails", f"Failed at step {job.step + 1}: RuntimeError: boom, rank 0 of group 0, mybug.py:15"),
+    ):
+        page = read_page(events, tmp_path / style)
+        source = (tmp_path / style / "index.html").read_text(encoding="utf-8")
+        assert f'class="overall {style}">{"✓" if style == "holds" else "✗"} {text}' in source
+        before = page.text.partition(text)[0]
+        assert before.split() == [*2 * ["Run", "synthetic"], "✓" if style == "holds" else "✗"]  # title and heading
+        assert ("What failed" in page.headings) is (style == "fails")
+
+
+def test_why_it_failed_is_on_the_page(tmp_path: Path) -> None:
+    """The exception, its place, the last lines of the log as text, and links that lead from the page to the files."""
+    run_dir = tmp_path / "a run"
+    job = Job(2)
+    job.train(BEGIN + 10)
+    log = RunPaths(run_dir).logs(1, 0, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("step 3\nTraceback (most recent call last):\n  File <b>\nValueError: <script>odd</script>\nlater\n")
+    RunPaths(run_dir).config.write_text("")
+    known = {"code": 1, "error": "ValueError: <script>odd</script>", "where": "odd.py:7", "log": "/gone/rank-0.log"}
+    job._log(job.time, "worker_exited", 1, reason="", stopped=False, **known)
+    record = RunRecord(job.finish())
+    page = write_report(record, RunPaths(run_dir).report, run_dir=run_dir)
+    read = Reader(page.read_text(encoding="utf-8"))
+    failed = read.text.partition("What failed")[2].partition("The run")[0]
+    assert "ValueError: <script>odd</script> rank 0 of group 1, odd.py:7; at 0:" in failed
+    assert "Traceback (most recent call last): File <b> ValueError: <script>odd</script>" in failed
+    assert "later" not in failed
+    links = [unquote(link) for link in read.links if not link.startswith("#")]
+    assert {(page.parent / link).resolve() for link in links} == {
+        log.resolve(),
+        RunPaths(run_dir).config.resolve(),
+        (run_dir / "logs").resolve(),
+    }
+
+
+def test_empty_run_is_one_sentence(tmp_path: Path) -> None:
+    """No axis from 0 to 10 ms, no group of 0 ranks: nothing but what the outcome says."""
+    page = read_page([build(named("launch_finished"), time=BEGIN, code=1, reason="a port is in use")], tmp_path)
+    assert page.figures == {}
+    assert page.headings == []
+    assert page.text.startswith("Report of a run Report of a run ✗ Never began: a port is in use Made by")
+
+
+def test_ranks_that_differ_have_a_table(tmp_path: Path) -> None:
+    """A slow rank, and one with more memory, are named with their hosts; a run of equals has no such table."""
+    job = Job(3)
+    job.train(BEGIN + 10)
+    events: list[Any] = job.finish()
+    assert "Ranks that differ" not in read_page(events, tmp_path / "equal").headings
+    for event in events:
+        if event.name == "step_committed" and event.replica == 1:
+            event.compute_seconds = 0.44
+        if event.name == "step_committed" and event.replica == 2:
+            event.memory_bytes *= 2
+    page = read_page(events, tmp_path / "odd")
+    table = page.text.partition("Computing (s)")[2]
+    assert "group 1, rank 0 here 0.44 2.00 3.0 GiB 1.00 group 2, rank 0 here 0.22 1.00 6.0 GiB 2.00" in table
 
 
 def test_hosts_have_a_table(short_campaign: list[Event], tmp_path: Path) -> None:
@@ -577,20 +655,21 @@ def test_history_that_lacks_something(what: str, tmp_path: Path) -> None:
     events = lacking()[what]
     page = read_page(events, tmp_path)
     assert json.dumps(report_figures(RunRecord(events)), allow_nan=False)
-    if what in ("nothing", "a launch", "no step"):
+    if what in ("nothing", "a launch"):
+        assert page.headings == []
+        assert page.figures == {}
+    if what == "no step":
         assert "Every batch once unknown" in page.text
-        assert " Unknown: " in page.text
         assert "Curves of training" not in page.headings
+        assert "tokens per second" not in page.text
         assert "✓ holds" not in page.text.partition("What was verified")[2].partition("Clocks")[0]
     if what == "the end":  # as of a run that goes on
         assert "! No word of its end, the launcher is gone: last at step" in page.text
-        assert " Unknown: the history is cut: the launch did not end" in page.text
+        assert "? promises Unknown: the history is cut: the launch did not end" in page.text
         assert "one trajectory" not in page.text.partition("date ")[0]
     if what == "one group without failures":
-        assert "stall per failure \N{EN DASH} nothing failed" in page.text
-        assert [each for each in page.headings if each in SECTIONS] == [
-            each for each in SECTIONS if "Stalls" not in each
-        ]
+        assert "failures 0 nothing failed" in page.text
+        assert [each for each in page.headings if each in SECTIONS] == [each for each in SECTIONS if "ail" not in each]
         assert not {"State served", "Notes", "Stall per failure", "Contributing groups"} & set(page.headings)
         assert "injected" not in page.text
         assert "red line" not in page.text
@@ -707,12 +786,16 @@ def test_every_state_and_fault_has_its_look() -> None:
     assert all(look.meaning.endswith(".") for look in STATES.values())
     assert {category(kind)[1] for kind in FAULTS} <= GLYPHS.keys()
     assert {kind for kind in FAULTS if category(kind) == OTHER} == set()
-    assert [category(kind)[0] for kind in ("SIGKILL", "sigkill_group", "exit code 1", "my fault")] == [
-        "process killed",
-        "process killed",
-        "error raised",
-        "other failure",
-    ]
+    names = {
+        "SIGKILL": "process killed",
+        "sigkill_group": "process killed",
+        "exit code 1": "error raised",
+        "torch.OutOfMemoryError: boom": "error raised",
+        "silent": "network",
+        "other digest": "wrong numbers",
+        "my fault": "other failure",
+    }
+    assert {kind: category(kind)[0] for kind in names} == names
 
 
 # What a colour-blind eye makes of linear RGB (Machado, Oliveira and Fernandes, 2009, severity 1.0).

@@ -12,7 +12,8 @@ import pytest
 from tests.event_builder import change
 from titan_ft.history.goodput import effective_training_time
 from titan_ft.history.record import RunRecord
-from titan_ft.history.report.facts import goodput_terms, headline, report_figures
+from titan_ft.history.report.cards import find_cards
+from titan_ft.history.report.facts import goodput_terms, report_figures
 from titan_ft.history.rounds import ShortRound, find_rounds
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
@@ -84,8 +85,9 @@ def test_report_speaks_of_rounds(run: Any) -> None:
     assert figures["unit"] == "round"
     assert figures["rounds"]["committed"] == 31
     assert figures["rounds"]["short"][-1]["fewer"] == {1: 0}
-    assert headline(record)[1][:2] == ("rounds committed", "31")
-    assert headline(record)[1][2].startswith("of 31; ")
+    first = find_cards(record)[0]
+    assert (first.name, first.text) == ("rounds", "31 of 31")
+    assert first.detail.endswith(" a round")
     assert "Usual round" in [term for term, _, _ in goodput_terms(record)]
 
 

@@ -99,6 +99,7 @@ class Setup(msgspec.Struct, kw_only=True):
     global_batch_size: int  # sequences of a step of all groups, as configured; -1 makes it local x ranks x groups
     parallelism: dict[str, int]  # torchtitan's degrees inside a group, by their fields' names; 1 is left out
     device: str  # name of its accelerator, else of its processor
+    accelerator: bool = False  # whether that is an accelerator; false in older histories
     num_cpus: int  # processors that the worker may use
     versions: dict[str, str]  # of Python and of the packages that training rests on
 

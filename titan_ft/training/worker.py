@@ -105,6 +105,7 @@ def describe(job_config: JobConfig) -> Setup:
         # -1 is whatever is left of the group's ranks.
         parallelism={name: degrees[name] for name in DEGREES if degrees[name] not in (1, -1)},
         device=device.name(),
+        accelerator=not device.on_cpu(),
         num_cpus=len(os.sched_getaffinity(0)),
         versions={**versions(), "python": platform.python_version()},
     )

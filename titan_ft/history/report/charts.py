@@ -17,11 +17,12 @@ from typing import Literal
 
 from titan_ft.history.goodput import goodput
 from titan_ft.history.record import Point, RunRecord
-from titan_ft.history.report.facts import Recovery, duration, find_recoveries
+from titan_ft.history.report.facts import Recovery, find_recoveries
 from titan_ft.history.report.layers import CROSS, MEDIAN, Axis, Band, Bars, Boxes, Chart, Layer, Line, Marks, Rules
 from titan_ft.history.report.phases import add_up, find_phases, time_in_states
 from titan_ft.history.report.style import ACCENT, MIDDLE, STATES, categories, category, state_order
 from titan_ft.history.report.thinning import thin_rows
+from titan_ft.history.report.words import duration
 from titan_ft.history.terminal import clock
 from titan_ft.history.timeline import timeline
 from titan_ft.run.events import StepCommitted

@@ -8,10 +8,9 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from statistics import median
 from typing import Any
 
-from titan_ft.history.check import Verdicts, check
+from titan_ft.history.check import check
 from titan_ft.history.checks.judgement import count
 from titan_ft.history.goodput import goodput
 from titan_ft.history.incidents import Incident, count_faults, find_incidents
@@ -19,10 +18,9 @@ from titan_ft.history.notes import find_notes, name_groups
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.report.phases import add_up, find_phases
 from titan_ft.history.report.style import DETAILS, STATES, Look, state_order
+from titan_ft.history.report.words import duration, percent
 from titan_ft.history.summary import describe_sent, summarize
 from titan_ft.run import events as ev
-
-DASH = "\N{EN DASH}"
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,6 @@ def plan_of(record: RunRecord) -> dict[str, Any]:
     return found
 
 
-def overall(verdicts: Verdicts) -> str:
-    """Return what became of a run, and the verdict on its promises, in one line."""
-    promises = f"{verdicts.promises[0].upper()}{verdicts.promises[1:]}."
-    return promises if verdicts.outcome is None else f"{verdicts.outcome.headline}. {promises}"
-
-
 def describe_run(record: RunRecord) -> list[tuple[str, str]]:
     """Return what was run, when, where and how, as far as the history tells: what it is, and its value."""
     plan, started, s = plan_of(record), record.of(ev.WorkerStarted), summarize(record)
@@ -121,8 +113,9 @@ def describe_run(record: RunRecord) -> list[tuple[str, str]]:
         number = sum(injected.values())
         plans = ", ".join(str(plan[name]) for name in ("plan", "schedule") if plan.get(name))
         seed = f"seed {plan['seed']}" if plan.get("seed") is not None else ""
+        source = "; ".join(filter(None, (plans, seed)))
         kinds = ", ".join(f"{kind} {times}" for kind, times in injected.items())
-        found["faults"] = f"{number:,} injected ({'; '.join(filter(None, (plans, seed)))}): {kinds}"
+        found["faults"] = f"{number:,} injected{f' ({source})' if source else ''}: {kinds}"
     order = ("date", "model", "data", "groups", "machine", "versions", "config", "faults", "end")
     return [(name, found[name]) for name in order if found.get(name)]
 
@@ -137,32 +130,6 @@ def _machine(setups: Sequence[ev.Setup], hosts: Collection[str]) -> str:
 def _each(values: Iterable[str]) -> str:
     """Return different values, each once."""
     return " / ".join(dict.fromkeys(values))
-
-
-def headline(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return the figures that a reader wants first: what it is, its value, and a detail."""
-    s, spent = summarize(record), goodput(record)
-    stalls = [failure.stall_seconds for failure in s.failures]
-    known = [stall for stall in stalls if stall is not None]
-    planned = [event.config.steps for event in record.of(ev.WorkerStarted) if event.config and event.config.steps]
-    if not stalls:
-        stall = "nothing failed"
-    elif not known:
-        stall = f"{count(len(stalls), 'failure')}, none that others saw"
-    else:
-        stall = f"median of {count(len(known), 'failure')}; {duration(max(known))} at most"
-    rate = spent.tokens_per_second
-    return [
-        ("tokens per second", "unknown" if not rate else f"{rate:,.0f}", f"{s.tokens:,} tokens in the whole time"),
-        (
-            f"{s.unit.noun}s committed",
-            f"{s.steps_committed:,}",
-            f"{f'of {s.unit.commits_after(planned[-1]):,}; ' if planned else ''}"
-            f"{duration(s.step_seconds)} a {s.unit.noun}",
-        ),
-        ("goodput", percent(spent.effective_training_time), "effective training time, start and end included"),
-        ("stall per failure", duration(median(known)) if known else DASH, stall),
-    ]
 
 
 def goodput_terms(record: RunRecord) -> list[tuple[str, str, str]]:
@@ -223,23 +190,3 @@ def states_spent(record: RunRecord) -> list[tuple[Look, str, str, str]]:
         meaning = f"{STATES[state].meaning}{consists[:2].upper()}{consists[2:]}"
         rows.append((STATES[state], percent(time.num_us / whole), duration(time.num_us / 1e6), meaning))
     return rows
-
-
-def percent(share: float | None) -> str:
-    """Return a share in per cent."""
-    return "unknown" if share is None else f"{100 * share:.1f} %"
-
-
-def duration(seconds: float | None) -> str:
-    """Return a duration with its unit and a sensible number of digits."""
-    if seconds is None:
-        return "unknown"
-    if 0 < abs(seconds) < 0.0995:
-        return f"{1000 * seconds:.0f} ms"
-    if abs(seconds) < 100:
-        return f"{seconds:.{2 if abs(seconds) < 9.995 else 1}f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"

@@ -7,27 +7,31 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from titan_ft.config import unwritable
 from titan_ft.history.check import check
 from titan_ft.history.hosts import find_hosts, name_range, worth_a_table
+from titan_ft.history.logs import find_log
 from titan_ft.history.notes import find_notes
+from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import RunRecord
+from titan_ft.history.report.cards import find_cards
 from titan_ft.history.report.charts import draw_charts
 from titan_ft.history.report.facts import (
-    DASH,
     describe_run,
-    duration,
     find_recoveries,
     goodput_terms,
-    headline,
-    overall,
     plan_of,
     states_spent,
 )
+from titan_ft.history.report.failed import Failed, excerpt, find_failed
 from titan_ft.history.report.interactive import figure
 from titan_ft.history.report.layers import Boxes, Chart, Marks
+from titan_ft.history.report.links import Links
+from titan_ft.history.report.ranks import find_odd_ranks
 from titan_ft.history.report.style import GLYPHS, STATES
+from titan_ft.history.report.words import DASH, duration
 from titan_ft.history.rounds import find_rounds
 from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import clock
@@ -36,15 +40,22 @@ from titan_ft.run.whole_file import write_whole
 MARKS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "not asked": ("quiet", DASH)}  # else it is open
 MAX_DETAILS = 4
 MAX_ROWS = 200
+MAX_FAILED = 8
 
 
-def write_report(record: RunRecord, folder: Path, against: RunRecord | None = None) -> Path:
-    """Write index.html into a folder; return the page. `against` is `check`'s.
+def write_report(
+    record: RunRecord, folder: Path, against: RunRecord | None = None, run_dir: Path | None = None
+) -> Path:
+    """Write index.html into a folder; return the page.
+
+    Args:
+        against: `check`'s.
+        run_dir: folder of the run, whose logs and files the page quotes and links to; None leaves them out.
 
     Raises:
         ConfigError: the folder cannot be written; a page that was there stays whole.
     """
-    page = render(record, draw_charts(record), against).encode()
+    page = render(record, Links(run_dir, folder), against).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "index.html", page)
@@ -53,8 +64,41 @@ def write_report(record: RunRecord, folder: Path, against: RunRecord | None = No
     return folder / "index.html"
 
 
-def render(record: RunRecord, charts: Mapping[str, Chart], against: RunRecord | None) -> str:
-    """Return the page of a run. Whatever an event says is text on it, never markup."""
+def render(record: RunRecord, links: Links, against: RunRecord | None = None) -> str:
+    """Return the page of a run. Whatever an event or a log says is text on it, never markup."""
+    charts = draw_charts(record) if record.attempts else {}
+    verdicts, hosts, failed = check(record, against), find_hosts(record), find_failed(record)
+    parts = {
+        "recoveries": find_recoveries(record),
+        "transfers": summarize(record).transfers,
+        "hosts": hosts if worth_a_table(hosts) else [],
+        "ranks": find_odd_ranks(record),
+        "rounds": find_rounds(record),
+        "notes": find_notes(record),
+    }
+    return fill(
+        "page.html",
+        charts,
+        title=title_of(record),
+        begin=record.begin,
+        outcome=find_outcome(record),
+        check=verdicts,
+        cards=find_cards(record),
+        failed=[describe_failed(each, links) for each in failed[:MAX_FAILED]],
+        num_failed=len(failed),
+        facts=describe_run(record),
+        files=links.files(),
+        terms=goodput_terms(record),
+        states=states_spent(record),
+        contents=find_contents(charts, parts),
+        began=bool(record.attempts),
+        unit=record.unit,
+        **parts,
+    )
+
+
+def fill(template: str, charts: Mapping[str, Chart], **values: Any) -> str:
+    """Return a page from its template."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -73,32 +117,49 @@ def render(record: RunRecord, charts: Mapping[str, Chart], against: RunRecord | 
         "name_range": name_range,
         "two_digits": lambda value: DASH if value is None else f"{value:.2f}",
     }
-    template = environment.get_template("page.html")
-    plan, verdicts, hosts = plan_of(record), check(record, against), find_hosts(record)
-    return template.render(
-        title=f"Run {plan['job_id']}" if plan.get("job_id") else "Report of a run",
-        begin=record.begin,
+    return environment.get_template(template).render(
         nonce=secrets.token_urlsafe(12),
         plotly=Markup(get_plotlyjs()),
         charts=charts,
         figures={name: figure(chart) for name, chart in charts.items()},
         legends={name: legend(chart) for name, chart in charts.items()},
-        overall=overall(verdicts),
-        check=verdicts,
-        facts=describe_run(record),
-        headline=headline(record),
-        recoveries=find_recoveries(record),
-        transfers=summarize(record).transfers,
-        hosts=hosts if worth_a_table(hosts) else [],
-        rounds=find_rounds(record),
-        unit=record.unit,
-        terms=goodput_terms(record),
-        states=states_spent(record),
-        notes=find_notes(record),
         marks=MARKS,
         MAX_DETAILS=MAX_DETAILS,
         MAX_ROWS=MAX_ROWS,
+        **values,
     )
+
+
+def title_of(record: RunRecord) -> str:
+    """Return what a run is called."""
+    name = plan_of(record).get("job_id")
+    return f"Run {name}" if name else "Report of a run"
+
+
+def describe_failed(failed: Failed, links: Links) -> dict[str, Any]:
+    """Return what the page shows of a reason why groups ended: itself, the link to its log, the log's last lines."""
+    log = None if links.run_dir is None else find_log(failed.reason, links.run_dir)
+    lines = [] if links.run_dir is None else excerpt(failed.reason, links.run_dir)
+    return {"it": failed, "href": links.to(log), "lines": lines}
+
+
+def find_contents(charts: Mapping[str, Chart], parts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the sections that a page has, in their order: the id of each heading, and its text."""
+    sections = [
+        ("run", "The run", True),
+        ("loss", "Loss", "loss" in charts),
+        ("timeline", "What each group did", "timeline" in charts),
+        ("failures", "Failures and recoveries", parts["recoveries"]),
+        ("transfers", "State served", parts["transfers"]),
+        ("hosts", "Hosts", parts["hosts"]),
+        ("ranks", "Ranks that differ", parts["ranks"]),
+        ("rounds", "Rounds", parts["rounds"]),
+        ("goodput", "Goodput", True),
+        ("promises", "Promises", True),
+        ("notes", "Notes", parts["notes"]),
+        ("curves", "Curves of training", {"grad-norm", "lr", "memory", "step-times"} & charts.keys()),
+    ]
+    return [(name, title) for name, title, there in sections if there]
 
 
 def legend(chart: Chart) -> list[list[tuple[str, str, str]]]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -63,6 +64,13 @@ CATEGORIES: dict[str, tuple[str, frozenset[str]]] = {
     "wrong numbers": ("cross", frozenset({"nan_gradient", "flip_parameter", "flip_optimizer"})),
     "lighthouse killed": ("star", frozenset({"kill_lighthouse"})),
 }
+_NOT_INJECTED = {
+    "process killed": "SIG|sigkill|killed|the agent",  # "sigkill_group" is the name that scripts/kill_group.py gives
+    "error raised": r"exit|[\w.]+(Error|Exception|Interrupt)\b",
+    "network": "silent|out of reach",
+    "wrong numbers": "other digest",
+}
+"""What the names of failures that nobody injected begin with, by category."""
 OTHER = ("other failure", "circle")
 GLYPHS = {
     "triangle-down": "▼",
@@ -82,15 +90,17 @@ def state_order(states: set[str]) -> list[str]:
 
 
 def category(kind: str) -> tuple[str, str]:
-    """Return the category of a kind of fault, or of what ended a group without one, and its mark."""
+    """Return the category of a kind of fault, or of a failure that nobody injected, and its mark.
+
+    Args:
+        kind: `Incident.fault`: the name of a fault, a signal, an exception, or what was seen of a group.
+    """
     for name, (mark, kinds) in CATEGORIES.items():
         if kind in kinds:
             return name, mark
-    # A signal that nobody injected, and a script's own name of a kill ("sigkill_group").
-    if kind.startswith(("SIG", "sigkill", "sigterm", "kill")):
-        return "process killed", CATEGORIES["process killed"][0]
-    if kind.startswith("exit code"):
-        return "error raised", CATEGORIES["error raised"][0]
+    for name, pattern in _NOT_INJECTED.items():
+        if re.match(pattern, kind):
+            return name, CATEGORIES[name][0]
     return OTHER
 
 

@@ -1,0 +1,112 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What failed in a run, each reason once: how often, where, the last lines of its log, and the groups that are lost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ft.history.fold import Reason, reason_of
+from titan_ft.history.logs import find_log
+from titan_ft.history.notes import name_groups
+from titan_ft.history.outcome import find_outcome
+from titan_ft.history.record import RunRecord, view
+from titan_ft.run import events as ev
+from titan_ft.run.error_file import kind_of
+from titan_ft.run.excerpt import explain_end, read_end
+
+MAX_LINES = 30
+"""Lines of a log on the page."""
+MAX_LETTERS = 400
+"""Letters of each of them: a line of a tensor's values would fill the page."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """One reason why attempts of groups ended."""
+
+    reason: Reason
+    """The last one, or the one that the outcome names."""
+    groups: tuple[int, ...]
+    count: int
+    """Attempts of groups that ended for it."""
+    num_injected: int
+    """Those of them that an injected fault ended."""
+    first: float
+    last: float
+    """When it ended one for the first and for the last time; seconds since the run's begin."""
+    decisive: bool
+    """Whether the outcome names it."""
+
+    @property
+    def place(self) -> str:
+        """The rank, its group and the line of code."""
+        groups = name_groups(self.groups)
+        rank = "" if self.reason.rank is None or len(self.groups) > 1 else f"rank {self.reason.rank} of "
+        return ", ".join(filter(None, (f"{rank}{groups}", self.reason.where)))
+
+    @property
+    def injected(self) -> str:
+        """How many of its ends were injected, in words."""
+        if not self.num_injected:
+            return ""
+        return "injected" if self.num_injected == self.count else f"{self.num_injected} of {self.count} injected"
+
+
+@view
+def find_failed(record: RunRecord) -> list[Failed]:
+    """Return the reasons why attempts of groups ended by themselves.
+
+    The one that the outcome names comes first, then those that nobody injected, the latest first.
+    """
+    alike: dict[str, list[Reason]] = defaultdict(list)
+    for reason in first_ends(record).values():
+        alike[kind_of(reason.text)].append(reason)
+    injected = {
+        (attempt.replica, attempt.number)
+        for attempts in record.attempts.values()
+        for attempt in attempts
+        if attempt.fault is not None
+    }
+    decisive = find_outcome(record).reason
+    found = []
+    for kind, reasons in alike.items():
+        decides = decisive is not None and kind_of(decisive.text) == kind
+        found.append(
+            Failed(
+                reason=decisive if decides and decisive is not None else reasons[-1],
+                groups=tuple(sorted({reason.slot for reason in reasons if reason.slot is not None})),
+                count=len(reasons),
+                num_injected=sum((reason.slot, reason.attempt) in injected for reason in reasons),
+                first=reasons[0].time - record.begin,
+                last=reasons[-1].time - record.begin,
+                decisive=decides,
+            )
+        )
+    return sorted(found, key=lambda one: (not one.decisive, one.num_injected == one.count, -one.last))
+
+
+@view
+def first_ends(record: RunRecord) -> dict[tuple[int, int], Reason]:
+    """Return why each attempt of a group ended by itself, by group and attempt, in order of time.
+
+    Of its ranks the one that its agent named first counts: the others ended because of it.
+    """
+    steps: dict[int, int] = {}
+    found: dict[tuple[int, int], Reason] = {}
+    for event in record.events:
+        if isinstance(event, ev.StepCommitted):
+            steps[event.replica] = event.step
+        if isinstance(event, ev.WorkerExited) and not event.stopped and event.cause is not None:
+            found.setdefault((event.replica, event.attempt), reason_of(event, steps.get(event.replica)))
+    return found
+
+
+def excerpt(reason: Reason, run_dir: Path) -> list[str]:
+    """Return the lines of a rank's log that explain its end; empty where they cannot, as after SIGKILL."""
+    log = find_log(reason, run_dir)
+    if log is None or reason.text == "killed by SIGKILL":
+        return []
+    return [line[:MAX_LETTERS] for line in explain_end(read_end(log), MAX_LINES)]
