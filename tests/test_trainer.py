@@ -107,7 +107,7 @@ def test_nominal_tokens_are_those_of_all_groups() -> None:
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_group_s_contribution_is_the_sum_over_its_ranks(cp: int) -> None:
     """Ranks of one context-parallel group share their tokens, and each has a part of the loss."""
-    facts = torch.tensor([[8.0, 10.0, 0.25, 1.0, 0.5], [8.0, 10.0, 0.5, 3.0, 0.1]], dtype=torch.float64)
+    facts = torch.tensor([[8.0, 10.0, 0.25, 1.0, 0.5, 0.2], [8.0, 10.0, 0.5, 3.0, 0.1, 0.3]], dtype=torch.float64)
     told: list[list[float]] = []
 
     def gather(values: list[float]) -> torch.Tensor:
@@ -119,11 +119,13 @@ def test_a_group_s_contribution_is_the_sum_over_its_ranks(cp: int) -> None:
         _group=SimpleNamespace(gather_losses=gather),
         parallel_dims=SimpleNamespace(cp=cp),
         _tells_loss=lambda: True,
+        _work=Work(1, lr=0.1, loading_seconds=1.0),
     )
     reading = Reading(Entry(0, 0, 1, b""), [], "0")
-    made = ReplicaTrainer._gather_contribution(this, 8, 10, 0.25, 0.5, [reading])
+    made = ReplicaTrainer._gather_contribution(this, 8, 10, 0.25, 0.5, 0.2, [reading])
     assert made == Contribution(16 // cp, 20 // cp, 0.75, 3.0, 0.5, (reading.entry,))
-    assert told == [[8, 10, 0.25, 0.25 * 100 / 8, 0.5]]
+    assert told == [[8, 10, 0.25, 0.25 * 100 / 8, 0.5, 0.2]]
+    assert this._work.loading_seconds == 1.0 + 0.3  # the group comes to the exchange with its slowest rank
 
 
 class Mesh:
@@ -146,9 +148,10 @@ def test_a_pipeline_s_loss_is_known_to_all_its_ranks() -> None:
             _group=SimpleNamespace(gather_losses=lambda values: told.append(values) or torch.tensor(told)),
             parallel_dims=dims,
             pp_has_last_stage=stage == 1,
+            _work=Work(1, lr=0.1),
         )
         this._tells_loss = lambda: ReplicaTrainer._tells_loss(this)
-        return ReplicaTrainer._gather_contribution(this, 8, 10, losses[stage, tensor_rank], 0.1 * stage, ())
+        return ReplicaTrainer._gather_contribution(this, 8, 10, losses[stage, tensor_rank], 0.1 * stage, 0.0, ())
 
     made = [make(*rank) for rank in losses][-1]  # the last one to gather sees all
     assert made == Contribution(8, 10, 0.25, 0.25 * 100 / 8, pytest.approx(0.1), ())
@@ -263,7 +266,7 @@ def test_the_exchange_is_armed_before_the_last_backward(monkeypatch: pytest.Monk
     ReplicaTrainer._train(this, [0, 2], lambda: order.append("arm"))
     assert order == ["backward"] * 3 + ["arm", "backward", "read ahead of 2", "wait"]
     assert (this.ntokens_seen, this.metrics_processor.ntokens_since_last_log) == (70, 7 + 4 * 6)
-    ((valid, tokens, loss, _, trained),) = given
+    ((valid, tokens, loss, _, _, trained),) = given
     assert (valid, tokens, loss) == (4 * 5, 4 * 6, 4 * 0.5)
     assert trained == [readings[0], readings[2]]
     assert this._work.readings == [readings[0], readings[2]]
@@ -335,6 +338,7 @@ class Step:
             _join_job=lambda: replica,
             _begun=True,
             _chaos=None,
+            _stepped=0.0,
             step=4,
             _zero_gradients=lambda: None,
             _begin_work=lambda: Work(4, 0.1),

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,7 @@ class ReplicaTrainer(Trainer):
         self._position = Position()
         self._replica: ReplicaDimension | None = None  # joined when the group is ready to train, see _join_job
         self._behind = self._begun = False
+        self._stepped = 0.0  # when the last step was over; 0 if something else than a step was last
         self._chaos: ChaosAgent | None = None
         self._checkpoint_host = CheckpointHost(
             job_config,
@@ -359,8 +361,11 @@ class ReplicaTrainer(Trainer):
             self._chaos.at_step(self._position.step + 1)
         self._zero_gradients()
         work = self._work = self._begin_work()
+        stepped, self._stepped = self._stepped, 0.0
+        work.between_seconds = started - stepped if stepped else 0.0
         started -= work.compute_seconds  # of what was made of it while the last exchange was under way
-        committed = replica.commit(self._train(replica.slots_to_read(), replica.arm), self._train, self._discard)
+        made = self._train(replica.slots_to_read(), replica.arm)
+        committed = replica.commit(replace(made, doing=work.most), self._train, self._discard)
         if committed is None:
             self._heal(replica)
             return
@@ -381,6 +386,7 @@ class ReplicaTrainer(Trainer):
         replica.offer()
         self._go_on(replica)
         self._feed.drop({config.replica_id, *(r.entry.slot for r in work.readings)})
+        self._stepped = time.monotonic()
 
     def _begin_work(self) -> Work:
         return Work(self.step, lr=self._lr)
@@ -487,6 +493,7 @@ class ReplicaTrainer(Trainer):
             return NOTHING
         started = time.monotonic()
         readings = [self._feed.read(slot, self.gradient_accumulation_steps, self._work.read(slot)) for slot in slots]
+        loading = time.monotonic() - started
         self._work.inner_steps = 1  # only now: without data it is none
         microbatches = [batch for reading in readings for batch in reading.batches]
         valid_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
@@ -500,9 +507,12 @@ class ReplicaTrainer(Trainer):
         self._work.readings += readings
         self.metrics_processor.ntokens_since_last_log += tokens
         # Before the host waits for the device, and while the exchange is under way.
+        reading = time.monotonic()
         self._feed.read_ahead(readings if self.step < self.job_config.training.steps else [])
+        loading += time.monotonic() - reading
         loss_sum = torch.sum(torch.stack(losses)).item()
-        contribution = self._gather_contribution(valid_tokens, tokens, loss_sum, time.monotonic() - started, readings)
+        seconds = time.monotonic() - started
+        contribution = self._gather_contribution(valid_tokens, tokens, loss_sum, seconds, loading, readings)
         self._work.compute_seconds += time.monotonic() - started
         return contribution
 
@@ -600,12 +610,19 @@ class ReplicaTrainer(Trainer):
         self.metrics_processor.log_validation = log_everywhere
 
     def _gather_contribution(
-        self, valid_tokens: int, tokens: int, loss: float, seconds: float, readings: Sequence[Reading]
+        self,
+        valid_tokens: int,
+        tokens: int,
+        loss: float,
+        seconds: float,
+        loading: float,
+        readings: Sequence[Reading],
     ) -> Contribution:
         """Add up this group's facts, as torchtitan does for its logs, in one collective."""
         local_mean = loss * self._nominal_tokens / max(valid_tokens, 1)
         own = [valid_tokens, tokens, loss, local_mean] if self._tells_loss() else [0, 0, 0.0, -math.inf]
-        facts = self._group.gather_losses([*own, seconds])
+        facts = self._group.gather_losses([*own, seconds, loading])
+        self._work.loading_seconds += float(facts[:, 5].max())
         return Contribution(
             # Ranks of one context-parallel group hold the same tokens but different parts of the loss.
             valid_tokens=int(facts[:, 0].sum()) // self.parallel_dims.cp,

@@ -92,6 +92,8 @@ class World:
 
     # The exchange
 
+    came = 0.0
+
     def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts], *, due: bool) -> Reduced:
         self.contributed, self.due = gives, due
         values, self.message = describe(self.quorum)

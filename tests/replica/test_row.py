@@ -54,6 +54,10 @@ def test_row_survives_the_exchange() -> None:
         training=1,
         opening=1,
         early=1,
+        asked=0.03125,
+        came=1.5,
+        connecting=1,
+        doing=3,
     )
     assert all(getattr(row, field.name) != field.default for field in dataclasses.fields(Row)), (
         "give new fields a value here"

@@ -135,6 +135,7 @@ class Exchange:
         self.contributed, self.sum = False, 0.0
         self.spoiled = self.sent = self.under_way = False
         self.update_bytes = 4
+        self.came = 0.0
 
     def arm(self, contributes: Callable[[Quorum], bool]) -> None:
         """Decide now, as the flight does when its quorum comes."""

@@ -17,19 +17,22 @@ import torch
 
 from tests.simulation import folder, training
 from tests.simulation.data import DataJudge, Loader
+from tests.simulation.faults import CutInside, CutLighthouse, LighthouseDies, ResetOwn
 from tests.simulation.kernel import Process
 from tests.simulation.saving import Saves
 from tests.simulation.transfer import SnapshotServer
+from tests.simulation.waiting import Arrival
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.decision import Round, Update
+from titan_ft.replica.decision import Broken, Round, Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import Leaving
-from titan_ft.replica.exchange import GradientExchange
+from titan_ft.replica.exchange import GradientExchange, OwnFacts, Reduced
 from titan_ft.replica.feed import Feed, Reading
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Ledger
+from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.position import Position
 from titan_ft.replica.rank_watch import RankWatch
@@ -51,6 +54,8 @@ from titan_ft.training.checkpoint_choice import (
 if TYPE_CHECKING:
     from tests.simulation.world import GroupRun, World
 
+LATE_ANSWERS = CutInside, CutLighthouse, LighthouseDies, ResetOwn
+"""Faults that let a quorum's answer reach its members at different times."""
 _BUCKET_BYTES = 4  # each parameter gets a bucket of its own
 
 
@@ -82,6 +87,7 @@ class _WatchedDonor(Donor):
     def serve(self, made: Round, position: Position, donors: Mapping[int, Sequence[int]]) -> None:
         """Let the world judge the round, before the state is written."""
         self._rank.world.made_round(self._rank, made)
+        self._rank.judge_waits(made)
         super().serve(made, position, donors)
 
 
@@ -148,6 +154,11 @@ class Rank:
     def held(self) -> tuple[int, int]:
         """Return step and lineage of its state."""
         return self.state.held
+
+    @property
+    def lacks_state(self) -> bool:
+        """Say whether it is a joiner."""
+        return not self.position.standing.has_state
 
     @property
     def is_built(self) -> bool:
@@ -299,7 +310,7 @@ class Rank:
         state: Any = self.state
         shared: dict[str, Any] = {"position": self.position, "group": self._group, "events": events}
         snapshot_server: Any = server
-        rounds = Rounds(
+        self._rounds = rounds = Rounds(
             config,
             self._membership,
             self._exchange,
@@ -309,6 +320,7 @@ class Rank:
             watchdog=self._watchdog,
             **shared,
         )
+        self._watch_arrivals(self._exchange, rounds)
         self._heals = heal = Heal(
             config,
             rounds=rounds,
@@ -371,6 +383,38 @@ class Rank:
         vars(seat)["request"] = watched_request
         vars(membership)["vote"] = watched_vote
 
+    def _watch_arrivals(self, exchange: GradientExchange, rounds: Rounds) -> None:
+        """Note when this rank comes to each exchange; not with rounds of several steps, which begin exchanges early."""
+        if self.config.semi_sync_method:
+            return
+        finish, make, kernel, world = exchange.finish, rounds.make, self.world.kernel, self.world
+
+        def watched_make(*args: Any, **kwargs: Any) -> Round | Broken:
+            self._began = kernel.now
+            return make(*args, **kwargs)
+
+        def watched_finish(gives: bool, describe: Callable[[Quorum], OwnFacts], *, due: bool = True) -> Reduced:
+            came, began = kernel.now, self._began
+
+            def watched_describe(quorum: Quorum) -> OwnFacts:
+                asked, ready = ((at - self.process.clock) / self.process.rate for at in (quorum.asked, quorum.ready))
+                world.waits.comes(self, quorum.key, Arrival(began, asked, max(came, ready), self.lacks_state))
+                return describe(quorum)
+
+            return finish(gives, watched_describe, due=due)
+
+        vars(exchange)["finish"], vars(rounds)["make"] = watched_finish, watched_make
+
+    def judge_waits(self, made: Round) -> None:
+        """Let the world judge what this rank says that it waited for.
+
+        Not where a rank stood still, or its connection to the lighthouse or to its group's store broke: its request may
+        arrive late, or it reads the answer late and takes that for the moment of the answer.
+        """
+        late = self.world.thawed or any(isinstance(fault, LATE_ANSWERS) for fault in self.world.faults)
+        if not (self.config.semi_sync_method or late):
+            self.world.waits.judge(self, made, self._rounds.waits._last)
+
     def _train(self) -> None:
         dimension, world = self.dimension, self.world
         assert self.found is not None
@@ -417,6 +461,7 @@ class Rank:
         if committed is None:
             self._heal(computed=bool(slots))
             return
+        self.world.waits.committed += [(self.slot, wait) for wait in committed.waits]
         update = committed.update
         self._know(update, committed.parent, committed.participants)
         self._apply(update)

@@ -42,10 +42,11 @@ from tests.simulation.oracle import Oracle
 from tests.simulation.schedule import Schedule, _smaller, draw, shrink
 from tests.simulation.semi_sync import RoundOracle
 from tests.simulation.world import Options, World
-from titan_ft.replica import member, membership, pulse
+from titan_ft.replica import member, membership, pulse, waits
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import Rounds
+from titan_ft.replica.row import Why
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.training.checkpoint_choice import LoadError
@@ -462,7 +463,7 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
     }
 
 
-@pytest.mark.parametrize("at", [0.65, 0.66])
+@pytest.mark.parametrize("at", [0.68, 0.7])
 def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(at: float) -> None:
     """It waits for the sibling, which is frozen in the last votes, and ends; its store goes with it."""
     fault_tolerance = {
@@ -595,12 +596,32 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
     options = Options(2, 1, 5, fault_tolerance, compute_seconds=0.1, transfer_seconds=(0.5, 0.5), jitter=0.02)
     faults = Reset(0.8, 1, 0, "vote"), KillGroups(0.8, (1,), "fetching", of=0)
     with standins.installed():
-        world = Schedule(55, options, faults).run(traces=True)
+        world = Schedule(0, options, faults).run(traces=True)
     assert not world.problems
     said = [text for _, who, text in world.trace if who == "g0r0"]
     assert "rolled_back step=1 lost=1" in said
     assert "keeps 4 steps of its round" in said
     assert not any(text.startswith("has lost") for text in said)
+
+
+@pytest.mark.parametrize("broken", [None, "reason", "time"])
+def test_what_a_group_waited_for_is_what_it_waited_for(monkeypatch: pytest.MonkeyPatch, broken: str | None) -> None:
+    """Held against the virtual time in which all came: a slow group, a joiner, a group that is gone."""
+    if broken == "reason":
+        monkeypatch.setattr(Rounds, "_find_doing", lambda rounds, training: Why.CATCHING_UP)
+    elif broken == "time":
+        monkeypatch.setattr(waits, "_charge", lambda start, arrivals: iter(()))
+    options = Options(3, 1, 14, {**QUICK, "group_size": 3, "process_group_timeout_ms": 3000})
+    faults = Slow(0.5, 1, 0, 1.0, 2.0), KillGroups(3.0, (2,))
+    with standins.installed():
+        world = Schedule(3, options, faults).run(traces=True)
+    if broken:
+        assert world.problems[0].promise == "waits"
+        return
+    assert not world.problems
+    assert world.waits.judged[Why.COMPUTING] > 10
+    said = {(wait.slot, wait.why) for slot, wait in world.waits.committed if slot == 0}
+    assert {(1, "computing"), (2, "lost")} <= said
 
 
 STREAMING = {

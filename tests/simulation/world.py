@@ -26,6 +26,7 @@ from tests.simulation.oracle import ROUNDED, Oracle, Rules
 from tests.simulation.rank import Rank
 from tests.simulation.semi_sync import RoundOracle, RoundRank
 from tests.simulation.transfer import Transfers
+from tests.simulation.waiting import WaitJudge
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import drain
 from titan_ft.replica.decision import Done, GiveUp, Wait
@@ -314,6 +315,7 @@ class World(standins.World):
             if config["semi_sync_method"]
             else Oracle(rules, self.report)
         )
+        self.waits = WaitJudge(self.report, options.lag)
         self.traces = traces
         self.trace: list[tuple[float, str, str]] = []
         self.problems: list[Problem] = []

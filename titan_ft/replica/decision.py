@@ -21,7 +21,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.replica.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
 from titan_ft.replica.ledger import Entry, share_out
 from titan_ft.replica.member import Process, Quorum
-from titan_ft.replica.row import Row, Standing, descend
+from titan_ft.replica.row import Row, Standing, Why, descend
 from titan_ft.round_settings import unit_of
 
 if TYPE_CHECKING:
@@ -235,9 +235,15 @@ class Discard(Decision):
 
 @dataclass(frozen=True)
 class Wait(Decision):
-    """Make a round again after a pause; the gradients are kept, and not sent until they are wanted."""
+    """Make a round again after a pause; the gradients are kept, and not sent until they are wanted.
+
+    Attributes:
+        slots, why: the groups that the step waits for, and why; none where no group is at fault.
+    """
 
     reason: str
+    slots: Sequence[int] = ()
+    why: Why = Why.TOO_FEW
 
 
 # A group that heals, that has finished, and that ends:
@@ -361,8 +367,8 @@ def _train(position: Position, made: Round, config: FaultTolerance) -> Decision:
         return TrainOn()
     if verdict.opening:
         return Repeat()  # they could not apply an update in this round, and will be here in the next one
-    if reason := _reason_to_wait(made, config):
-        return Wait(reason)
+    if wait := _find_wait(made, config):
+        return wait
     if verdict.resting:
         return Repeat()  # nobody has a reason to keep gradients back any more
     if lacking := uncovered(made, config):
@@ -385,15 +391,17 @@ def _nonfinite(number: int, last: int, unit: str) -> NonFiniteError:
     )
 
 
-def _reason_to_wait(made: Round, config: FaultTolerance) -> str:
-    """Say why the step cannot be committed yet, whatever the gradients; empty if it can."""
+def _find_wait(made: Round, config: FaultTolerance) -> Wait | None:
+    """Return why the step cannot be committed yet, whatever the gradients; None if it can."""
     verdict = made.verdict
     if verdict.awaited:
-        return f"groups {made.slots(verdict.awaited)} fetch the state"
+        slots = made.slots(verdict.awaited)
+        return Wait(f"groups {slots} fetch the state", slots, Why.ASKED)
     present = sum(made.rows[rank].training for rank in verdict.ready)  # one that has yet to begin makes no step
     if present < config.min_replica_size:
-        return f"{present} group(s) hold the state, {config.min_replica_size} needed"
-    return ""
+        missing = sorted({*range(config.group_size)}.difference(made.slots(verdict.ready)))
+        return Wait(f"{present} group(s) hold the state, {config.min_replica_size} needed", missing)
+    return None
 
 
 def is_update(made: Round, config: FaultTolerance) -> bool:
@@ -402,12 +410,12 @@ def is_update(made: Round, config: FaultTolerance) -> bool:
     spoiled_sum = verdict.tie or verdict.strays or verdict.doubled or verdict.resting or verdict.opening
     if not verdict.due or spoiled_sum:
         return False
-    return verdict.valid_tokens > 0 and not (_reason_to_wait(made, config) or uncovered(made, config))
+    return verdict.valid_tokens > 0 and not (_find_wait(made, config) or uncovered(made, config))
 
 
 def gives_next(made: Round, config: FaultTolerance) -> bool:
     """Say whether those that keep their gradients back send them in the next round."""
-    return bool(made.verdict.resting) and not made.verdict.strays and not _reason_to_wait(made, config)
+    return bool(made.verdict.resting) and not made.verdict.strays and not _find_wait(made, config)
 
 
 def uncovered(made: Round, config: FaultTolerance) -> list[int]:

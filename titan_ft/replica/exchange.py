@@ -15,6 +15,7 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -128,6 +129,8 @@ class GradientExchange:
         self._armed = False
         self._flight: _Flight | None = None
         self.spoiled = False  # whether what this rank gave to the last exchange, if that worked, was not finite
+        self.came = math.inf
+        """When this rank's part of the exchange under way, or the last one, was there; by this process's clock."""
         self._wire_bytes = 0
         self._read: torch.Event | None = None  # when the sums have been copied out of the buckets
         self._room: Future[list[torch.Tensor]] | None = None  # host memory for the next copy of them
@@ -166,6 +169,7 @@ class GradientExchange:
         What `describe` says must hold until then. It is called on another thread.
         """
         self._launch(contributes, describe)
+        self.came = time.monotonic()  # before the last bucket is full: the other thread describes it then
         self._fill_all()
 
     @property
@@ -197,6 +201,7 @@ class GradientExchange:
         self._armed = self.spoiled = False
         try:
             self._fill_all()
+            self.came = min(self.came, time.monotonic())
             with self._membership.waiting(), self._bounded():
                 reduced = flight.finish(describe)
             self._used = flight.used
@@ -351,6 +356,7 @@ class GradientExchange:
     ) -> _Flight:
         assert self._flight is None, "an exchange is under way already: finish() completes it before the next launch"
         given = frozenset(self._weights) if gives else frozenset()
+        self.came = math.inf
         self._flight = flight = _Flight(
             self._membership, self._buckets, self._where, contributes, given, self._num_fragments, describe, due
         )

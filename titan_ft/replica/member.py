@@ -148,6 +148,8 @@ class Quorum:
         max_step: largest number of committed updates that a member reported.
         error: why the process group could not be built (None when it stands): the exchange then fails at once and is
             repeated in the next quorum.
+        asked, answered, ready: when this rank asked for it, when the answer came, and when the process group stood;
+            seconds of this process's clock.
     """
 
     key: str
@@ -155,6 +157,9 @@ class Quorum:
     members: tuple[Member, ...]
     max_step: int
     error: str | None = None
+    asked: float = field(default=0.0, compare=False)
+    answered: float = field(default=0.0, compare=False)
+    ready: float = field(default=0.0, compare=False)
 
     @property
     def slots(self) -> list[int]:

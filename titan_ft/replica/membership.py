@@ -357,11 +357,12 @@ class Membership:
         self._partition.note_quorum(admission)
         names = hashlib.sha256("/".join(member.unique for member in members).encode()).hexdigest()[:16]
         key = f"{reply.quorum_id}/{names}"
-        error = None
+        error, ready = None, answered
         if not admission.settled:
             error = "groups that cannot reach each other have yet to report what they hold"
         elif key != self._rendezvous.key:
             error = self._rendezvous.configure(key, reply.quorum_id, members, self.member, step)
+            ready = time.monotonic()
             if error is None:
                 self._events.emit(
                     Joined(
@@ -369,13 +370,14 @@ class Membership:
                         participants=[member.slot for member in members],
                         step=step,
                         quorum_seconds=answered - asked,
-                        rebuild_seconds=time.monotonic() - answered,
+                        rebuild_seconds=ready - answered,
                     )
                 )
         # With others in the quorum the largest step may be their claim.
         alone = len(members) == len(reply.replica_ids)
         max_step = reply.max_step if alone else max(step, self._rendezvous.step)
-        return Quorum(key, members.index(self.member), members, max_step, error=error)
+        rank = members.index(self.member)
+        return Quorum(key, rank, members, max_step, error=error, asked=asked, answered=answered, ready=ready)
 
     def _find_members(self, step: int, failures: int) -> tuple[Any, Admission]:
         """Ask for a quorum and pick this group's own kind out of the reply.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,9 @@ from titan_ft.replica.member import Member, Process, Quorum
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.position import Position
 from titan_ft.replica.reach import Peer
-from titan_ft.replica.row import Row, Standing, fold48
+from titan_ft.replica.row import Row, Standing, Why, fold48
 from titan_ft.replica.snapshot import TrainState
+from titan_ft.replica.waits import WaitLog
 from titan_ft.replica.watchdog import Watchdog
 from titan_ft.round_settings import unit_of
 from titan_ft.run.events import DigestMismatch, ExchangeFailed
@@ -51,6 +53,7 @@ class Contribution:
         entries: the batches that it was made of, as this rank read them.
         early: whether it would rather make more steps of the round, with a semi-synchronous method.
         changed: whether there are gradients though none of these batches made them.
+        doing: what the group spent most of the time on until they were there.
     """
 
     valid_tokens: int = 0
@@ -61,6 +64,7 @@ class Contribution:
     entries: tuple[Entry, ...] = ()
     early: bool = False
     changed: bool = False
+    doing: Why = Why.COMPUTING
 
     @property
     def empty(self) -> bool:
@@ -76,6 +80,7 @@ class Contribution:
             max_loss=max(self.max_loss, other.max_loss),
             seconds=self.seconds + other.seconds,
             entries=self.entries + other.entries,
+            doing=self.doing,
         )
 
 
@@ -128,6 +133,8 @@ class Rounds:
         self._events, self._drain, self._watchdog = events, drain, watchdog
         self._met: frozenset[Member] = frozenset()  # members of the last round that worked
         self._asked_for = False  # whether one of them asked for a donor
+        self.waits = WaitLog()
+        self._began = math.inf  # when `make` did, unless the exchange was under way
 
     def ask(self) -> None:
         """Ask for the next round's quorum, unless it is asked for."""
@@ -239,6 +246,7 @@ class Rounds:
         if self._compares_changes(contribution):
             self.take_digest()
         self._donor.end_offer()
+        self._began = math.inf
         self._exchange.send(
             lambda quorum: not self._is_outdated(quorum),
             lambda quorum: self._describe(quorum, contribution, GradientUse.GIVE),
@@ -264,6 +272,7 @@ class Rounds:
         with self._watchdog.paused():
             self.ask()
             started = time.monotonic()
+            self._began = math.inf if self._exchange.sent else started
             if self._compares_changes(contribution) and not self._exchange.sent:
                 self.take_digest()
             elif use is GradientUse.OPEN and self._config.digest_every and not self._position.digest:
@@ -274,10 +283,12 @@ class Rounds:
                 self._digest_for_joiners(quorum)  # else in the round behind it: nobody need replay this one
             gives = use.gives and not contribution.empty and not self._is_outdated(quorum)
             made, error = self._exchange_once(gives, contribution, use)
+            self.waits.begin(quorum.asked if use is GradientUse.OPEN else started)
             if not self._vote(made):
                 error = error or "broke on another rank of this group"
-                return self._break(error, started)
+                return self._break(error, started, quorum)
         assert made is not None, "the vote passed with this rank's no"
+        self.waits.made(made.rows, quorum.rank, quorum.answered, quorum.processes, self._position.left)
         self._met, self._asked_for = frozenset(quorum.members), made.asked_for
         self._position.observe(made)
         # One that is a step ahead or behind saw a broken exchange differently: no state differs.
@@ -368,8 +379,9 @@ class Rounds:
         # break until its time is nearly over.
         return self._drain.is_urgent or not self._position.standing.has_state
 
-    def _break(self, error: str, started: float) -> Broken:
+    def _break(self, error: str, started: float, quorum: Quorum) -> Broken:
         step, seconds = self._position.step, time.monotonic() - started
+        self.waits.broke(quorum.processes, started + seconds)
         logger.warning("the exchange after %s %d broke: %s", unit_of(self._config), step, error)
         self._events.emit(ExchangeFailed(error=error, seconds=seconds, step=step))
         self._position.broke()
@@ -388,6 +400,7 @@ class Rounds:
         claims = position.standing.has_state and not self._is_outdated(quorum)
         resting = claims and use is GradientUse.REST and not contribution.empty
         facts = contribution if given or resting else NOTHING
+        came = max(quorum.ready, quorum.asked if use is GradientUse.OPEN else self._exchange.came)
         row = Row(
             slot=self._config.replica_id,
             standing=Standing.BEHIND if position.standing.has_state and not claims else position.standing,
@@ -413,8 +426,18 @@ class Rounds:
             training=position.training and claims,
             opening=claims and use is GradientUse.OPEN,
             early=claims and contribution.early,
+            asked=quorum.answered - quorum.asked,
+            came=came - quorum.answered,
+            connecting=quorum.answered < quorum.ready and min(self._began, came) < quorum.ready,
+            doing=self._find_doing(contribution.doing),
         )
         return row.encode(), encode(facts.entries)
+
+    def _find_doing(self, training: Why) -> Why:
+        """Return what this group did until its part of the exchange was there."""
+        if self._position.standing.has_state:
+            return training
+        return Why.ASKED if self._position.awaited else Why.CATCHING_UP
 
     def _report_mismatch(self, made: Round) -> None:
         claims = [row for row in made.rows if row.has_state]

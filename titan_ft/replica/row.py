@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-_FLOATS = frozenset(("loss", "max_loss", "waited", "seconds"))
+_FLOATS = frozenset(("loss", "max_loss", "waited", "seconds", "asked", "came"))
 
 
 class Standing(IntEnum):
@@ -31,6 +31,25 @@ class Standing(IntEnum):
     def has_state(self) -> bool:
         """Say whether a member of this standing claims to hold the job's state."""
         return self >= Standing.READY
+
+
+class Why(IntEnum):
+    """Why the others waited for a group: what it did before it came to the exchange, or why it did not come."""
+
+    COMPUTING = 0  # forward and backward
+    LOADING = 1  # reading its batches
+    BETWEEN_STEPS = 2  # saving, validating, or whatever else stands between two steps
+    CONNECTING = 3  # building its process group
+    CATCHING_UP = 4  # fetching, loading or replaying the state
+    ASKED = 5  # the same, and it asked the others to wait: `catch_up = "wait"`, or its queue is full
+    LOST = 6  # its process is gone
+    LEFT = 7  # it left in order
+    TOO_FEW = 8  # without it there are fewer than `min_replica_size`
+
+    @property
+    def joins(self) -> bool:
+        """True for a group that lacks the state and gets it."""
+        return self in (Why.CATCHING_UP, Why.ASKED)
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,11 @@ class Row:
         opening: whether the member has just made an update and gives nothing in this round, which is for those that
             missed it; only with a semi-synchronous method.
         early: whether the member has steps of its round left, which it makes unless others are at the end of theirs.
+        asked: seconds from the member's request for the quorum to its answer. The answer comes to all members at once,
+            so that these seconds and the next compare without a common clock.
+        came: seconds from that answer until the member's part of the exchange and its process group were there.
+        connecting: whether its part was there before its process group.
+        doing: what it did until its part was there (`Why`).
         nonfinite: whether this rank's gradients, which are in the sum, have an inf or a NaN. It is not among
             the floats: the exchange looks at the sums (`Reduced.spoiled`), the host would have to wait for that alone.
     """
@@ -92,6 +116,10 @@ class Row:
     training: int = 0
     opening: int = 0
     early: int = 0
+    asked: float = 0.0
+    came: float = 0.0
+    connecting: int = 0
+    doing: int = Why.COMPUTING
     nonfinite: bool = False
 
     def encode(self) -> list[float]:

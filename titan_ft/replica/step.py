@@ -15,7 +15,7 @@ import logging
 import math
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
@@ -39,7 +39,7 @@ from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, GradientUse, Rounds, Sign
 from titan_ft.replica.straggler import Stragglers
 from titan_ft.round_settings import steps_per_round, unit_of
-from titan_ft.run.events import GradientExcluded, Straggler, StragglerRecovered, Waiting
+from titan_ft.run.events import GradientExcluded, Straggler, StragglerRecovered, Waited, Waiting
 from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class Committed:
         exchanges: rounds that the step took; 1 = no retry.
         parent: lineage of the state before the step.
         slowest: seconds of the slowest group's own part of the step / median of the others' (0 = alone).
+        waits: how long this rank waited for other groups, the longest first.
     """
 
     update: Update
@@ -83,6 +84,7 @@ class Committed:
     own_loss: float | None
     exchanges: int
     slowest: float
+    waits: Sequence[Waited] = ()
 
 
 class ReplicaDimension:
@@ -158,6 +160,7 @@ class ReplicaDimension:
                     if missing:
                         logger.warning("start_timeout_seconds is over: beginning without %d groups", missing)
                     self._position.begin()
+                    self._rounds.waits.drop()
                     self._ledger.readers = tuple(outcome.readers)
                     return True
                 case decisions.Heal():
@@ -248,8 +251,8 @@ class ReplicaDimension:
                     discard()
                     shares.clear()
                     contribution, use, given = NOTHING, GradientUse.GIVE, GradientUse.GIVE
-                case decisions.Wait(reason):
-                    self._wait(outcome, reason)
+                case decisions.Wait() as wait:
+                    self._wait(outcome, wait)
                     use = GradientUse.REST if given.gives else given
                 case decisions.Heal():
                     return None
@@ -336,6 +339,7 @@ class ReplicaDimension:
             JobLostError: nobody is left who has it.
         """
         self.heal_seconds = self._heal.run()
+        self._rounds.waits.drop()
         self.digest_if_due()
         self.offer()
         return self._position.step
@@ -466,15 +470,24 @@ class ReplicaDimension:
             own_loss=own.loss * (self._nominal_tokens / own.valid_tokens) if own.valid_tokens else None,
             exchanges=exchanges,
             slowest=max(self._stragglers.ratios.values(), default=0.0),
+            waits=self._rounds.waits.take(),
         )
 
-    def _wait(self, outcome: Round | Broken, reason: str) -> None:
+    def _wait(self, outcome: Round | Broken, wait: decisions.Wait) -> None:
         """Pause before the next round: the step cannot be committed now."""
+        self._rounds.waits.hold(wait.slots, wait.why)
         if not self._waiting and isinstance(outcome, Round):
             self._waiting = True
-            logger.warning("%s %d waits: %s", unit_of(self._config), self._position.step + 1, reason)
-            participants = outcome.slots(outcome.verdict.contributors)
-            self._events.emit(Waiting(step=self._position.step, participants=participants, reason=reason))
+            logger.warning("%s %d waits: %s", unit_of(self._config), self._position.step + 1, wait.reason)
+            self._events.emit(
+                Waiting(
+                    step=self._position.step,
+                    participants=outcome.slots(outcome.verdict.contributors),
+                    reason=wait.reason,
+                    slots=list(wait.slots),
+                    why=wait.why.name.lower(),
+                )
+            )
         time.sleep(PAUSE_SECONDS)
 
     def _compare_speeds(self, made: Round) -> None:

@@ -113,6 +113,21 @@ class Batches(msgspec.Struct, kw_only=True):
     checksum: str  # CRC-32 over the bytes of their inputs and labels, hex
 
 
+class Waited(msgspec.Struct, frozen=True):
+    """How long a rank waited in the exchanges of a step for another group.
+
+    Time in which a group that trains and a joiner were both awaited counts for the group that trains.
+    """
+
+    slot: int  # the group that was awaited
+    seconds: float  # how long, in all exchanges of the step
+    # what the group did meanwhile: "computing", "loading" its batches, "between_steps" (saving, validating),
+    # "connecting" to the other groups, "catching_up" (it fetched, loaded or replayed the state), "asked" (the same, and
+    # it asked the others to wait); or why it did not come: "lost", "left" in order, "too_few" (the step needs it for
+    # `min_replica_size`)
+    why: str
+
+
 class ChangedField(msgspec.Struct):
     """A field of the config that differs between two launches of a run; null where it is not set."""
 
@@ -205,6 +220,9 @@ class StepCommitted(RankEvent, kw_only=True):
     seconds: float  # all of the step, of this rank
     exchanges: int  # exchanges that it took, those that broke included
     exchange_seconds: float  # of that, from the end of backward to the commit
+    # of that, waiting for other groups, the longest wait first; without waits shorter than 0.01 s. What is left went
+    # into the sums. Not in older histories
+    waits: list[Waited] | None = None
     # bytes of gradients that this rank sent to the other groups since its last commit, as a ring of the members sends
     # them: those of exchanges that broke, and of a heal before it, included; rows are not. Not in older histories
     wire_bytes: int | None = None
@@ -319,6 +337,8 @@ class Waiting(RankEvent, kw_only=True):
     step: int  # committed steps of this group
     participants: list[int]  # groups with gradients in that exchange
     reason: str  # too few groups, or a joiner that the others wait for
+    slots: list[int] | None = None  # groups that the step waits for; not in older histories
+    why: str | None = None  # why, as in `Waited`: "asked" or "too_few"; not in older histories
 
 
 class GradientExcluded(RankEvent, kw_only=True):
@@ -802,7 +822,7 @@ def markdown() -> str:
             fields = [row for row in _rows(kind) if row[0] not in Event.__struct_fields__]
             parts.append(f"### `{_snake(kind.__name__)}`\n\n{_summary(kind)}\n")
             parts += [_table(*fields)] if fields else []
-    for part in (Batches, ChangedField, Setup, Target, WorkerConfig):
+    for part in (Batches, ChangedField, Setup, Target, Waited, WorkerConfig):
         parts.append(f"## {part.__name__}\n\n{_summary(part)}\n\n{_table(*_rows(part))}")
     return "\n".join(parts)
 

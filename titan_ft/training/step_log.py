@@ -13,6 +13,7 @@ from torchtitan.components.metrics import MetricsProcessor
 
 from titan_ft import device
 from titan_ft.replica.feed import Reading
+from titan_ft.replica.row import Why
 from titan_ft.replica.step import Committed
 from titan_ft.run.events import StepCommitted
 from titan_ft.run.log import EventLog, stamp
@@ -31,6 +32,8 @@ class Work:
         compute_seconds: of forward and backward.
         exchange_seconds: from there to the commit.
         overlapped_seconds: from there to the commit, of the next one's forward and backward.
+        loading_seconds: of those, reading batches, on the group's slowest rank.
+        between_seconds: from the end of the last step to the begin of this one.
         inner_steps: how many of them this group made itself.
         wire_bytes: of gradients that this rank has sent since the last commit.
     """
@@ -43,8 +46,20 @@ class Work:
     compute_seconds: float = 0.0
     exchange_seconds: float = 0.0
     overlapped_seconds: float = 0.0
+    loading_seconds: float = 0.0
+    between_seconds: float = 0.0
     inner_steps: int = 0
     wire_bytes: int = 0
+
+    @property
+    def most(self) -> Why:
+        """What most of the time until the exchange went into."""
+        parts = {
+            Why.COMPUTING: self.compute_seconds - self.loading_seconds,
+            Why.LOADING: self.loading_seconds,
+            Why.BETWEEN_STEPS: self.between_seconds,
+        }
+        return max(parts, key=lambda why: parts[why])
 
     def read(self, slot: int) -> int:
         """Return how many batches of `slot` this rank has read for it."""
@@ -93,6 +108,7 @@ class StepLog:
             seconds=work.seconds,
             exchanges=committed.exchanges,
             exchange_seconds=work.exchange_seconds,
+            waits=list(committed.waits),
             wire_bytes=work.wire_bytes,
             compute_seconds=work.compute_seconds,
             apply_seconds=work.seconds - work.exchange_seconds - work.compute_seconds,

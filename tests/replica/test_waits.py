@@ -1,0 +1,132 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What an exchange waited: for whom, how long and why, as the rows say it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from titan_ft.replica.row import Row, Standing, Why
+from titan_ft.replica.waits import LEAST_SECONDS, WaitLog, find_waits
+
+
+def row(slot: int, came: float, asked: float = 0.0, doing: Why = Why.COMPUTING, connecting: bool = False) -> Row:
+    return Row(slot, Standing.READY, 7, asked=asked, came=came, doing=doing, connecting=connecting)
+
+
+def waits(*rows: Row, began: float | None = None, gone: Any = ()) -> list[tuple[int, Why, float]]:
+    """Return what the first member waited for."""
+    found = find_waits(rows, 0, rows[0].came if began is None else began, gone)
+    return [(slot, why, pytest.approx(seconds)) for slot, why, seconds in found]
+
+
+def test_the_last_one_is_waited_for() -> None:
+    """By as much as it came later than this group; nobody is where this group came last."""
+    assert waits(row(0, 1.0), row(1, 1.5), row(2, 3.0, doing=Why.LOADING)) == [(2, Why.LOADING, 2.0)]
+    assert waits(row(0, 3.0), row(1, 1.5), row(2, 3.0)) == []
+    assert waits(row(0, 3.0)) == []
+
+
+def test_a_joiner_is_charged_with_what_it_came_later_than_all_others() -> None:
+    """Without it the exchange would not have been over sooner than the slowest group that trains."""
+    joiner = row(1, 3.0, doing=Why.CATCHING_UP)
+    assert waits(row(0, 1.0), joiner, row(2, 2.5)) == [(2, Why.COMPUTING, 1.5), (1, Why.CATCHING_UP, 0.5)]
+    assert waits(row(0, 1.0), joiner, row(2, 4.0)) == [(2, Why.COMPUTING, 3.0)]
+
+
+def test_the_wait_for_the_quorum_is_for_who_asked_last() -> None:
+    """This group's part was there two seconds before the answer; the last one to ask did so half a second before it."""
+    early, late = row(0, 0.0, asked=4.0), row(1, 0.0, asked=0.5, doing=Why.BETWEEN_STEPS)
+    assert waits(early, late, began=-2.0) == [(1, Why.BETWEEN_STEPS, 1.5)]
+    gone = [(2, Why.LOST)]
+    assert waits(early, late, began=-2.0, gone=gone) == [(1, Why.BETWEEN_STEPS, 1.5), (2, Why.LOST, 0.5)]
+    assert waits(late, early, began=-2.0) == [], "it asked last: it has waited for nobody"
+
+
+def test_what_all_take_to_connect_is_a_wait_for_nobody() -> None:
+    """Only by what it took longer, as over a link that was cut."""
+    slow = row(1, 2.0, connecting=True)
+    assert waits(row(0, 0.5), row(1, 0.5, connecting=True), began=-1.0) == []
+    assert waits(row(0, 0.5), slow, began=-1.0) == [(1, Why.CONNECTING, 1.5)]
+
+
+def test_a_joiner_that_asks_while_the_lighthouse_waits_for_a_lost_group_is_not_waited_for() -> None:
+    """Its former process, for instance: its heartbeats have yet to be missed."""
+    own, joiner = row(0, 0.0, asked=1.0), row(1, 0.0, asked=0.2, doing=Why.CATCHING_UP)
+    assert waits(own, joiner, began=-1.0) == [(1, Why.CATCHING_UP, 0.8)]
+    assert waits(own, joiner, began=-1.0, gone=[(1, Why.LOST)]) == [(1, Why.LOST, 1.0)]
+
+
+def test_what_is_waited_before_the_own_request_belongs_to_the_exchange_before() -> None:
+    """Gradients that are exchanged once more were there long ago."""
+    assert waits(row(0, 0.0, asked=1.0), row(1, 0.2, asked=1.0), began=-9.0) == [(1, Why.COMPUTING, 0.2)]
+
+
+def make(log: WaitLog, began: float, *rows: Row, answered: float = 10.0, left: Any = ()) -> None:
+    """Make an exchange that works; `began` and `answered` by one clock."""
+    log.begin(began)
+    log.made(rows, 0, answered, [(each.slot, 0.0) for each in rows], left)
+
+
+def take(log: WaitLog) -> list[tuple[int, float, str]]:
+    return [(wait.slot, wait.seconds, wait.why) for wait in log.take()]
+
+
+def test_the_waits_of_all_exchanges_of_an_update_are_added_up() -> None:
+    """The longest first; those that are too short to matter are left out; the next update begins with none."""
+    log = WaitLog()
+    make(log, 11.0, row(0, 1.0), row(1, 1.5), row(2, 0.5))
+    make(log, 20.0, row(0, 0.0), row(1, 0.2), row(2, 0.9), answered=20.0)
+    make(log, 30.0, row(0, 0.0), row(1, LEAST_SECONDS / 2), answered=30.0, left=[2])
+    assert take(log) == [(2, 0.9, "computing"), (1, 0.505, "computing")]
+    assert take(log) == []
+
+
+@pytest.mark.parametrize(("left", "why"), [([], "lost"), ([2], "left")])
+def test_an_exchange_that_broke_was_a_wait_for_who_is_gone(left: list[int], why: str) -> None:
+    """Only the next one that works tells who that is: the others come back to it."""
+    log = WaitLog()
+    make(log, 10.0, row(0, 0.0), row(1, 0.0), row(2, 0.0))
+    log.begin(12.0)
+    log.broke([(0, 0.0), (1, 0.0), (2, 0.0)], 12.5)
+    log.begin(12.6)
+    log.broke([(0, 0.0), (1, 0.0), (2, 0.0)], 12.7)
+    make(log, 12.7, row(0, 0.0, asked=0.3), row(1, 0.0, asked=0.3), answered=13.1, left=left)
+    # 0.5 s and 0.1 s until they broke, and 0.3 s in which the lighthouse waited for it.
+    assert take(log) == [(2, 0.9, why)]
+    make(log, 20.0, row(0, 0.0), row(1, 0.3), answered=20.0)
+    assert take(log) == [(1, 0.3, "computing")], "it is gone once"
+
+
+def test_a_group_that_was_restarted_meanwhile_was_lost_too() -> None:
+    """Another process of it is in the next exchange: it does not wait for itself."""
+    log = WaitLog()
+    make(log, 10.0, row(0, 0.0), row(1, 0.0))
+    log.begin(11.0)
+    log.broke([(0, 0.0), (1, 0.0)], 11.5)
+    log.begin(12.0)
+    rows = [row(0, 0.0), row(1, 0.25, doing=Why.CATCHING_UP)]
+    log.made(rows, 0, 12.0, [(0, 0.0), (1, 11.2)], [])
+    assert take(log) == [(1, 0.5, "lost"), (1, 0.25, "catching_up")]
+
+
+def test_an_update_that_is_held_back_waits_for_whom_it_needs() -> None:
+    """All of the time until the next exchange, whoever came last to the one before."""
+    log = WaitLog()
+    make(log, 10.0, row(0, 0.0), row(1, 0.05))
+    log.hold([2, 3], Why.TOO_FEW)
+    make(log, 14.0, row(0, 0.0), row(1, 0.2), answered=14.0)
+    assert take(log) == [(2, 2.0, "too_few"), (3, 2.0, "too_few"), (1, 0.2, "computing")]
+    log.hold([], Why.TOO_FEW)
+    make(log, 15.0, row(0, 0.0), row(1, 0.3), answered=15.0)
+    assert take(log) == [(1, 0.3, "computing")]
+
+
+def test_what_a_group_waited_for_while_it_healed_is_no_wait_of_its_update() -> None:
+    log = WaitLog()
+    make(log, 10.0, row(0, 0.0), row(1, 5.0))
+    log.drop()
+    make(log, 20.0, row(0, 0.0), row(1, 0.1), answered=20.0)
+    assert take(log) == [(1, 0.1, "computing")]

@@ -1,0 +1,84 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What members of an exchange say that they waited, held against the virtual time in which they came.
+
+The engine compares seconds of clocks that have nothing in common; the simulation knows when each member really came.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titan_ft.replica.row import Why
+from titan_ft.replica.waits import Wait
+from titan_ft.run.events import Waited
+
+if TYPE_CHECKING:
+    from tests.simulation.rank import Rank
+    from titan_ft.replica.decision import Round
+
+_SLACK = 0.05
+"""Seconds that members may hear of one quorum apart, and that may pass between two pauses of a rank."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """When a member began to wait in an exchange, asked for its quorum, and was ready for it; virtual seconds."""
+
+    began: float
+    asked: float
+    ready: float
+    joins: bool
+
+
+class WaitJudge:
+    """Knows who came when to which exchange.
+
+    Args:
+        report: called with promise and text when a wait is not as it is said to be.
+        lag: largest delay of a thread of this world.
+    """
+
+    def __init__(self, report: Callable[[str, str], None], lag: float) -> None:
+        self._report, self._slack = report, _SLACK + 10 * lag
+        self._arrivals: dict[tuple[str, int, int], dict[int, Arrival]] = {}
+        self._numbers = Counter[tuple[str, int, int]]()
+        self.judged = Counter[Why]()
+        """Waits that were judged, by their reason."""
+        self.committed: list[tuple[int, Waited]] = []
+        """What the groups said with their updates, each with its slot."""
+
+    def comes(self, rank: Rank, key: str, arrival: Arrival) -> None:
+        """Take note of when a rank came to an exchange in the quorum `key`."""
+        number = self._numbers[key, rank.slot, rank.number]
+        self._arrivals.setdefault((key, rank.number, number), {})[rank.slot] = arrival
+
+    def judge(self, rank: Rank, made: Round, waits: Sequence[Wait]) -> None:
+        """Compare what a rank says that it waited for in an exchange with what it did."""
+        key = made.quorum.key
+        number = self._numbers[key, rank.slot, rank.number]
+        self._numbers[key, rank.slot, rank.number] += 1
+        arrivals = self._arrivals.get((key, rank.number, number), {})
+        if len(arrivals) < len(made.rows):
+            return  # a member died before it could say when it came
+        own = arrivals[rank.slot]
+        who = f"g{rank.slot} r{rank.number} in the exchange after step {rank.position.step}"
+        charged = [(slot, why, seconds) for slot, why, seconds in waits if why not in (Why.LOST, Why.LEFT)]
+        for slot, why, seconds in charged:
+            self.judged[why] += 1
+            # Whoever is charged asked, or came, by so much later than this rank; and a joiner than all that train.
+            there = arrivals[slot]
+            rest = [each for other, each in arrivals.items() if other != slot and why.joins and not each.joins]
+            later = max(there.asked - max([own.began, *(each.asked for each in rest)]), 0.0)
+            later += max(there.ready - max([own.began, *(each.ready for each in rest)]), 0.0)
+            if seconds > later + self._slack:
+                self._report("waits", f"{who} waited {seconds:.3f} s for g{slot}, which came {later:.3f} s later")
+            if why.joins and not there.joins:
+                self._report("waits", f"{who} says that g{slot} was {why.name}")
+        said = sum(seconds for _, _, seconds in charged)
+        waited = max(each.ready for each in arrivals.values()) - own.ready
+        if said < waited - self._slack:
+            self._report("waits", f"{who} waited {waited:.3f} s for others and says {said:.3f} s")
