@@ -37,7 +37,7 @@ def _box(group: int, start: float, end: float, kind: str, text: str = "") -> Ite
 def _groups() -> Iterator[str]:
     for group in range(3):
         y = TOP + group * (HEIGHT + GAP)
-        yield f'<text x="8" y="{y + 17}">replica group {group}</text>'
+        yield f'<text x="8" y="{y + 17}">group {group}</text>'
         yield f'<text class="small" x="8" y="{y + 33}">FSDP2, TP, PP, CP</text>'
         for step in range(STEPS):
             if group < 2 or step < KILLED or step >= WHOLE:
