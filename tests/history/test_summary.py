@@ -367,3 +367,12 @@ def test_batches_are_audited() -> None:
     ]
     assert "6 trained once, 0 lost, 0 repeated, 0 void: every batch once holds" in format_summary(summarize(events))
     assert summarize(events[1:]).every_batch_once == "unknown"
+
+
+def test_checkpoints_that_failed_are_counted_with_their_reason() -> None:
+    """A full disk costs no step: nothing else in the report says that there is nothing to go back to."""
+    assert "checkpoints" not in format_summary(summarize(killed_run()))
+    events = [*killed_run(), event("checkpoint_failed", 5.0, 0, step=10, error="No space left on device")]
+    assert "0 saved, 1 failed (last: step 10: No space left on device)" in format_summary(summarize(events))
+    events += [event("checkpoint_saved", 6.0 + rank, 0, step=12, seconds=0.1) for rank in (0, 1)]
+    assert "1 saved, 1 failed (last: step 10: No space left on device)" in format_summary(summarize(events))

@@ -25,6 +25,8 @@ from titan_ft.history.rounds import Rounds, find_rounds
 from titan_ft.history.terminal import grid, headline
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.run.events import (
+    CheckpointFailed,
+    CheckpointSaved,
     Drained,
     LighthouseRestarted,
     ReplicaRestarted,
@@ -96,6 +98,10 @@ class RunSummary:
     num_standby_restarts: int = 0
     """Those in which a process took over that had imported everything."""
     num_lighthouse_restarts: int = 0
+    num_checkpoints: int = 0
+    """Checkpoints that are complete, each step once."""
+    failed_checkpoints: list[str] = field(default_factory=list)
+    """The saves that failed, each with its reason, in order of time."""
     num_faults: int = 0
     """Injected faults, see `titan_ft.history.attempts.InjectedFaults`."""
     drains: list[Drain] = field(default_factory=list)
@@ -169,6 +175,8 @@ def summarize(record: RunRecord) -> RunSummary:
         num_restarts=len(restarts),
         num_standby_restarts=sum(event.standby for event in restarts),
         num_lighthouse_restarts=len(record.of(LighthouseRestarted)),
+        num_checkpoints=len({event.step for event in record.of(CheckpointSaved)}),
+        failed_checkpoints=[f"step {event.step}: {event.error}" for event in record.of(CheckpointFailed)],
         num_faults=sum(count_faults(record).values()),
         drains=find_drains(record),
         failures=find_failures(record),
@@ -274,6 +282,11 @@ def summary_table(summary: RunSummary) -> Group:
     if s.transfers:
         size = sum(each.num_bytes for each in s.transfers) / 2**20
         rows.append(("state served", f"{count(len(s.transfers), 'time')}, {size:.1f} MiB; {_served(s.transfers)}"))
+    if s.num_checkpoints or s.failed_checkpoints:
+        failed = (
+            f", {len(s.failed_checkpoints)} failed (last: {s.failed_checkpoints[-1]})" if s.failed_checkpoints else ""
+        )
+        rows.append(("checkpoints", f"{s.num_checkpoints} saved{failed}"))
     if s.num_lighthouse_restarts:
         rows.append(("lighthouse", count(s.num_lighthouse_restarts, "restart")))
     curve = ", ".join(
