@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -89,6 +89,7 @@ class SyntheticRun:
         excluded: Collection[int] = (),
         num_exchanges: int = 1,
         seconds: float = 1.0,
+        waits: Sequence[tuple[int, float, str]] = (),
     ) -> None:
         """Commit a step.
 
@@ -96,6 +97,7 @@ class SyntheticRun:
             groups: those that took part.
             by: those of them that live to tell of it; all by default.
             excluded: further groups, whose gradients were not finite.
+            waits: whom each rank waited for, how long and why.
         """
         groups = list(groups)
         self.now += seconds
@@ -125,6 +127,7 @@ class SyntheticRun:
                 seconds=seconds,
                 compute_seconds=0.8,
                 exchanges=num_exchanges,
+                waits=[{"slot": slot, "seconds": waited, "why": why} for slot, waited, why in waits],
                 forward_passes=1,
                 data={"slot": group, "first_batch": self.ends[group], "num_batches": 1, "checksum": "c5"},
                 extra_data=[],

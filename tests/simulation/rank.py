@@ -155,10 +155,10 @@ class Rank:
         """Return step and lineage of its state."""
         return self.state.held
 
-    @property
-    def lacks_state(self) -> bool:
-        """Say whether it is a joiner."""
-        return not self.position.standing.has_state
+    def joins(self, quorum: Quorum) -> bool:
+        """Say whether it lacks the job's state, has yet to begin, or is about to find out that the others are ahead."""
+        trains = self.position.standing.has_state and self.position.training
+        return not trains or quorum.max_step > self.position.step + 1
 
     @property
     def is_built(self) -> bool:
@@ -398,7 +398,7 @@ class Rank:
 
             def watched_describe(quorum: Quorum) -> OwnFacts:
                 asked, ready = ((at - self.process.clock) / self.process.rate for at in (quorum.asked, quorum.ready))
-                world.waits.comes(self, quorum.key, Arrival(began, asked, max(came, ready), self.lacks_state))
+                world.waits.comes(self, quorum.key, Arrival(began, asked, max(came, ready), self.joins(quorum)))
                 return describe(quorum)
 
             return finish(gives, watched_describe, due=due)

@@ -608,7 +608,7 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
 def test_what_a_group_waited_for_is_what_it_waited_for(monkeypatch: pytest.MonkeyPatch, broken: str | None) -> None:
     """Held against the virtual time in which all came: a slow group, a joiner, a group that is gone."""
     if broken == "reason":
-        monkeypatch.setattr(Rounds, "_find_doing", lambda rounds, training: Why.CATCHING_UP)
+        monkeypatch.setattr(Rounds, "_find_joining", lambda rounds: Why.COMPUTING)
     elif broken == "time":
         monkeypatch.setattr(waits, "_charge", lambda start, arrivals: iter(()))
     options = Options(3, 1, 14, {**QUICK, "group_size": 3, "process_group_timeout_ms": 3000})

@@ -76,7 +76,7 @@ class WaitJudge:
             later += max(there.ready - max([own.began, *(each.ready for each in rest)]), 0.0)
             if seconds > later + self._slack:
                 self._report("waits", f"{who} waited {seconds:.3f} s for g{slot}, which came {later:.3f} s later")
-            if why.joins and not there.joins:
+            if why.joins is not there.joins and why is not Why.CONNECTING:
                 self._report("waits", f"{who} says that g{slot} was {why.name}")
         said = sum(seconds for _, _, seconds in charged)
         waited = max(each.ready for each in arrivals.values()) - own.ready

@@ -429,14 +429,12 @@ class Rounds:
             asked=quorum.answered - quorum.asked,
             came=came - quorum.answered,
             connecting=quorum.answered < quorum.ready and min(self._began, came) < quorum.ready,
-            doing=self._find_doing(contribution.doing),
+            doing=contribution.doing if claims and position.training else self._find_joining(),
         )
         return row.encode(), encode(facts.entries)
 
-    def _find_doing(self, training: Why) -> Why:
-        """Return what this group did until its part of the exchange was there."""
-        if self._position.standing.has_state:
-            return training
+    def _find_joining(self) -> Why:
+        """Return how a group that lacks the state, or has yet to begin, keeps the others waiting."""
         return Why.ASKED if self._position.awaited else Why.CATCHING_UP
 
     def _report_mismatch(self, made: Round) -> None:
