@@ -462,6 +462,23 @@ def test_data_that_began_anew() -> None:
     assert audit(job.events).verdict == "does not hold"
 
 
+def test_data_that_began_anew_as_asked_for() -> None:
+    """Nobody expects the batches before to compare with those after it, so that nothing is unknown."""
+    job = clean_job(3)
+    job.say("checkpoint_loaded", replica=0, step=3, lineage=job.state)
+    for group in (0, 1):
+        job.say("data_reset", replica=group, step=3, reason="checkpoint.exclude_from_loading names it", asked=True)
+    job.ends = {0: 0, 1: 0}
+    job.commit([0, 1])
+    found = audit(job.events)
+    assert brief(found) == ("holds", 16, 0, 0, 0)
+    assert found.notes == [
+        "the data began anew after step 3, as checkpoint.exclude_from_loading asks for: batches count from there"
+    ]
+    job.commit([0, 1], first={0: 5})
+    assert audit(job.events).verdict == "does not hold"
+
+
 @pytest.mark.parametrize(
     ("kind", "verdict"), [("data", "unknown"), ("arithmetic", "does not hold"), ("harmless", "does not hold")]
 )

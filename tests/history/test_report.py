@@ -126,6 +126,7 @@ class Job:
             "seconds": seconds,
             "exchanges": exchanges,
             "exchange_seconds": max(0.02, seconds - 0.25),
+            "waits": [],
             "compute_seconds": 0.22,
             "apply_seconds": 0.01,
             "batches": batches,

@@ -1413,6 +1413,7 @@ def test_excluded_data_begins_anew(make_run: Callable[..., Run]) -> None:
     assert run.schedulers.state_dict()["last_epoch"] == 0
     (reset,) = run.events.named("data_reset")
     assert "exclude_from_loading" in reset["reason"]
+    assert reset["asked"] is True
     with pytest.raises(ConfigError, match="nonsense not found"):
         make_run(exclude_from_loading=["nonsense"]).checkpoints.load()
 

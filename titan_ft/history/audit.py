@@ -167,6 +167,12 @@ def audit(record: RunRecord) -> Audit:
     common.unknown += [
         f"the data began anew at a resume ({event.reason}): nothing before it compares with it"
         for event in record.of(DataReset)
+        if not event.asked
+    ]
+    asked = sorted({event.step for event in record.of(DataReset) if event.asked})
+    common.notes += [
+        f"the data began anew after step {step}, as checkpoint.exclude_from_loading asks for: batches count from there"
+        for step in asked
     ]
     common.unknown += [
         f"the data was changed at a resume ({'; '.join(_data_changes(event))}): nothing before it compares with it"

@@ -572,7 +572,8 @@ class DataReset(RankEvent, kw_only=True):
     """The data begins anew behind a checkpoint, so that batches may be trained again."""
 
     step: int  # torchtitan's step after which the checkpoint is
-    reason: str  # why its place in the data does not fit
+    reason: str  # why its place in the data does not fit, or is not wanted
+    asked: bool = False  # the config asks for it (`checkpoint.exclude_from_loading`)
 
 
 # Supervisors

@@ -648,7 +648,7 @@ class ReplicaCheckpoints(CheckpointManager):
         assert self._load is not None
         if reset := self._load.reset:
             logger.warning("training goes on after step %d, but its data begins anew: %s", step, reset)
-            host.events.emit(DataReset(step=step, reason=reset))
+            host.events.emit(DataReset(step=step, reason=reset, asked=self._load.asks_for_reset))
 
     @property
     def _job_id(self) -> str:

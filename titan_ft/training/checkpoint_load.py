@@ -68,7 +68,7 @@ class Load:
     def __init__(self, folder: Path, now: Manifest, gather: Gather) -> None:
         self._folder, self._now, self._gather = folder, now, gather
         self._manifest: Manifest | None = None
-        self.reset = ""
+        self.reset, self.asks_for_reset = "", False
 
     def prepare(self, state: dict[str, Any], from_hf: bool) -> None:
         """Check that the checkpoint fits this run, and drop the parts of `state` that it lacks.
@@ -112,8 +112,9 @@ class Load:
         if OUTER_STATE in state and not any(key.startswith(f"{OUTER_STATE}.") for key in keys):
             logger.warning("%s has no outer optimizer: it begins without momentum", folder)
             del state[OUTER_STATE]
-        self.reset = "" if DATALOADER in state else "checkpoint.exclude_from_loading names it"
-        self.reset = self.reset or data_change(manifest, self._now)
+        self.asks_for_reset = DATALOADER not in state
+        reason = "checkpoint.exclude_from_loading names it" if self.asks_for_reset else ""
+        self.reset = reason or data_change(manifest, self._now)
         if self.reset:
             state.pop(DATALOADER, None)
 
