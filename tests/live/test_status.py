@@ -466,3 +466,21 @@ def test_lost_events_are_a_line() -> None:
     of_launcher = build(EventsDropped, **lost)
     assert run.observe(of_launcher) == "the launcher lost events that it could not write: No space left on device"
     assert len(run.lines) == 2
+
+
+def test_whom_a_group_waits_for() -> None:
+    """The longest wait of its last step; of one that cannot be committed, the group that it needs."""
+
+    def waited(*told: Any) -> tuple[int, str] | None:
+        groups = status.initial(2)
+        for each in (event("worker_started"), *told):
+            groups = status.fold(groups, each)
+        wait = groups[0].waited
+        return None if wait is None else (wait.slot, wait.why)
+
+    long, short = {"slot": 1, "seconds": 0.5, "why": "lost"}, {"slot": 1, "seconds": 0.1, "why": "computing"}
+    needs = event("waiting", step=1, slots=[1], why="too_few")
+    assert waited(step(1, waits=[long, short])) == (1, "lost")
+    assert waited(step(1, waits=[long]), needs) == (1, "too_few")
+    assert waited(step(1, waits=[long]), needs, step(2, waits=[])) is None
+    assert waited(step(1)) is None

@@ -35,6 +35,9 @@ class GroupStatus:
     """Mean loss of its own tokens in that step; None where it had none."""
     own_seconds: float | None = None
     """What that step took it without the exchange; of a round, each of its steps."""
+    waited: ev.Waited | None = None
+    """The other group that it waited for longest in that step, and why; from a `waiting` event on the group that the
+    step under way waits for, with 0 s. None if it waited for nobody."""
     donor: int | None = None
     """Group that it fetched its state from last, or is fetching from."""
     host: str = ""
@@ -146,7 +149,10 @@ def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
                 participants=tuple(event.participants),
                 own_loss=event.own_loss,
                 own_seconds=_own_seconds(event),
+                waited=next(iter(event.waits or ()), None),
             )
+        case ev.Waiting() if event.slots:
+            return replace(group, waited=ev.Waited(slot=event.slots[0], seconds=0.0, why=event.why or ""))
         case ev.Drained():
             return replace(group, state=DRAINED, step=event.step)
         case ev.TrainingFinished() | ev.CameTooLate():
