@@ -14,7 +14,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from titan_ft import config as ft_config
@@ -22,6 +22,7 @@ from titan_ft import versions
 from titan_ft.config import ConfigError
 from titan_ft.data.datasets import load_text
 from titan_ft.launch import store_server
+from titan_ft.launch.forks import ask_fork
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.replica.errors import JobFinished
 from titan_ft.run.appender import finish_waiting
@@ -90,11 +91,43 @@ def _take_off_record(trainer: Any) -> None:
         trainer.train = trainer.train.__wrapped__
 
 
-def preload(args: Sequence[str]) -> None:
-    """Import what training needs, and do once what is slow only the first time; leave GPUs alone, start no thread."""
-    # CUDA would keep to the GPUs that are visible now. NVML counts them without initializing it.
+def check(args: Sequence[str]) -> None:
+    """Check all that can be wrong with a config before anything is started.
+
+    Raises:
+        ConfigError: there is a mistake in it.
+    """
+    with _gpus_left_alone():
+        job_config = prepare_config(*args)
+        if job_config.experimental.custom_import and (mistake := ask_fork(lambda: _find_mistake(args))):
+            raise ConfigError(mistake)
+        if job_config.fault_tolerance.enable:
+            from titan_ft import device
+
+            device.require(job_config.fault_tolerance.process_group, local_rank=0)
+
+
+def _find_mistake(args: Sequence[str]) -> str:
+    try:
+        read_config(*args)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def _gpus_left_alone() -> Iterator[None]:
+    """Let torch count GPUs by NVML, without initializing CUDA, which would keep to those that are visible now."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
+        yield
+    finally:
+        del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+
+
+def preload(args: Sequence[str]) -> None:
+    """Import what training needs, and do once what is slow only the first time; leave GPUs alone, start no thread."""
+    with _gpus_left_alone():
         with contextlib.suppress(ConfigError):  # found again, and reported, by the workers
             job_config = prepare_config(*args)
             from torchtitan.protocols.train_spec import get_train_spec
@@ -106,8 +139,6 @@ def preload(args: Sequence[str]) -> None:
         for name in IMPORTED_LATER:
             importlib.import_module(name)
         versions()
-    finally:
-        del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
 
 
 def _run(args: list[str], environ: Mapping[str, str]) -> int:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -150,6 +151,33 @@ def test_the_worker_command_itself(tmp_path: Path) -> None:
     assert len(lines) == 1
     check_line(lines[0], ["did you mean group_size"])
     assert "| torch\n" not in worker.stderr
+
+
+def test_a_launch_finds_it_before_it_starts_anything(tmp_path: Path) -> None:
+    """One line, also where a module of the user's registers the model; no folder, and no process that stays."""
+    (tmp_path / "mine.py").write_text(
+        "import os, threading\n"
+        "from torchtitan.protocols.train_spec import get_train_spec, register_train_spec\n"
+        "assert os.environ['RANK'] == '0'\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()  # which no fork would bear\n"
+        "register_train_spec('mine', get_train_spec('llama3'))\n"
+    )
+    command = ["launch", str(CONFIG), "--replicas=2", "--ranks-per-replica=1", "--run-dir=run"]
+    flags = ["--experimental.custom_import=mine", "--model.name=mine", "--model.flavor=debugmodl"]
+    launch = subprocess.run(
+        [sys.executable, "-m", "titan_ft", *command, "--", *flags],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": python_path(), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (launch.returncode, launch.stdout) == (2, "")
+    assert re.fullmatch(
+        r"titan-ft: model\.flavor must be one of .*, got 'debugmodl'; did you mean debugmodel\? set it\n", launch.stderr
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
 @pytest.mark.slow

@@ -450,6 +450,53 @@ def crashing(run: Any, crash: str, replicas: int = 2, **settings: Any) -> tuple[
     return launcher.returncode, printed, errors
 
 
+def test_a_mistake_that_only_a_worker_finds(run: Any) -> None:
+    """It is one line, as if the launcher had found it: no group "died", and none is "not started again"."""
+    mistake = "training.dataset must have a batch for each rank, got 3; take fewer ranks"
+    code, printed, errors = crashing(run, f"from titan_ft.config import ConfigError; raise ConfigError({mistake!r})")
+    assert (code, errors) == (2, f"titan-ft: {mistake}\n")
+    assert mistake not in printed
+    assert "died" not in printed
+    assert "failed" not in printed
+    (finished,) = run.events("launch_finished")
+    assert (finished["code"], finished["reason"]) == (2, mistake)
+    assert run.all_gone()
+
+
+def test_a_mistake_is_found_before_anything_is_started(run: Any) -> None:
+    """The zygote finds it, before there is a folder; no event, no lighthouse, no group."""
+    (run.orders.parent / "mistaken.py").write_text(
+        "from titan_ft.config import ConfigError\n"
+        "def check(args): raise ConfigError(f'{args[0]} must be better; mend it')\n"
+    )
+    run.env["PYTHONPATH"] += os.pathsep + str(run.orders.parent)
+    for settings in ({}, {"no_zygote": True}):
+        launcher = run.launch(replicas=2, module="mistaken", **settings)
+        printed, errors = launcher.communicate(timeout=30)
+        assert (launcher.returncode, printed) == (1, "")
+        # `titan-ft launch` makes one line of it, see test_cli.py; the function that is called here raises it.
+        assert errors.endswith(f"ConfigError: --job.config_file={run.config} must be better; mend it\n")
+        assert not run.paths.root.exists()
+
+
+def test_a_launch_stopped_during_its_check_leaves_nothing(run: Any) -> None:
+    """Ctrl-C while the config is checked, which takes the time of the imports, has nothing to end but the check."""
+    mark = run.orders / "checks"
+    (run.orders.parent / "slow.py").write_text(
+        f"import os, time; from pathlib import Path\n"
+        f"def check(args): Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(600)\n"
+    )
+    run.env["PYTHONPATH"] += os.pathsep + str(run.orders.parent)
+    launcher = run.launch(replicas=2, module="slow")
+    pid = int(run.wait_until(lambda: mark.exists() and mark.read_text(), what="the check"))
+    launcher.send_signal(signal.SIGINT)
+    printed, errors = launcher.communicate(timeout=30)
+    assert (launcher.returncode, errors) == (130, "")
+    assert printed == "stopped by Ctrl-C before anything was started\n"
+    run.wait_until(lambda: not run.is_alive(pid), 10.0, "the end of the zygote")
+    assert not run.paths.root.exists()
+
+
 def test_all_groups_crash_alike(run: Any) -> None:
     """The first line of a death has the exception and the log; the second round stops the run, with the reason."""
     code, printed, errors = crashing(run, "raise KeyError('nope')")

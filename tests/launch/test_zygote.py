@@ -36,14 +36,14 @@ class Asker:
         self.env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def begin(self, *args: str) -> Zygote:
+    def begin(self, *args: str, stops_after_check: bool = False) -> Zygote:
         """Start the zygote."""
 
         def start(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
             self.processes.append(subprocess.Popen(command, env=self.env, pass_fds=[descriptor]))
             return self.processes[-1]
 
-        return Zygote(start, "subject", args)
+        return Zygote(start, "subject", args, stops_after_check=stops_after_check)
 
     def fork(self, zygote: Zygote) -> ForkedProcess | None:
         with open(self.folder / "out", "ab") as out, open(self.folder / "errors", "ab") as errors:
@@ -74,6 +74,37 @@ def test_a_fork_is_the_asker_s_child(asker: Asker) -> None:
     assert (asker.folder / "errors").read_text() == "an error\n" * 2
     assert asker.processes[0].wait(10.0) == -signal.SIGKILL
     assert asker.fork(zygote) is None
+
+
+def test_it_stops_after_the_check(asker: Asker) -> None:
+    """Nothing more is imported until it may proceed; from then on its output goes to the log that it is given."""
+    (asker.folder / "subject.py").write_text(
+        "import sys\n"
+        "def check(args): print('checked', args, flush=True)\n"
+        "def preload(args): print('preloads', args, flush=True)\n"
+    )
+    zygote = asker.begin("--a=1", stops_after_check=True)
+    deadline = time.monotonic() + 30.0
+    while not zygote.checked:
+        assert time.monotonic() < deadline
+        assert not zygote.lost
+        zygote.poll()
+    assert not zygote.ready
+    with open(asker.folder / "log", "wb") as log:
+        zygote.proceed(log.fileno())
+    assert zygote.wait(30.0)
+    assert (asker.folder / "log").read_text() == "preloads ['--a=1']\n"
+
+
+def test_a_mistake_ends_it(asker: Asker) -> None:
+    """It is known in one line, for whoever waits for the check, or for the imports."""
+    (asker.folder / "subject.py").write_text(
+        "from titan_ft.config import ConfigError\n"
+        "def check(args): raise ConfigError(f'must be \"new\", got {args[0]}')\n"
+    )
+    zygote = asker.begin("old")
+    assert not zygote.wait(30.0)
+    assert zygote.mistake == 'must be "new", got old'
 
 
 def frozen(zygote: Zygote, asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from titan_ft.launch.forks import ForkedProcess
 from titan_ft.launch.worker_group import open_log
@@ -63,16 +64,17 @@ class Children:
         needed_by_others: bool = False,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        output: BinaryIO | None = None,
     ) -> Child:
-        """Start a process with its output in `log`.
+        """Start a process with its output in `log`, or in a file that is open already.
 
         It gets a session of its own: Ctrl-C in the terminal must reach the launcher only, which ends all in order.
         """
-        with open_log(log, "ab") as output:
+        with open_log(log, "ab") if output is None else contextlib.nullcontext(output) as file:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**self.env, **(env or {})},
                 pass_fds=pass_fds,

@@ -79,7 +79,7 @@ def describe(plan: LaunchPlan) -> str:
 
 def _job_lines(plan: LaunchPlan) -> list[str]:
     """Return what the job is made of, needs and moves."""
-    flags = [f"--job.config_file={plan.config}", *plan.worker_flags([f"--{TABLE}.replica_id=0"])[1:]]
+    flags = plan.check_flags()
     missing = _find_missing_tokenizer(plan.config, flags)
     config = read_config(*flags, *([f"{TOKENIZER}={SCHEME}tokenizer"] if missing else []))
     imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # by this process; a worker's is about as much

@@ -21,15 +21,23 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_ft.config import ConfigError
 from titan_ft.run.appender import retry_waiting
+from titan_ft.run.orphan import PARENT_PID_ENV, end_with_parent
 from titan_ft.run.output import protect_output
 
 PRELOAD = "preload"
 """A function of a worker's module, of its command line, that does before the fork what each fork would do again."""
+
+CHECK = "check"
+"""A function of a worker's module, of its command line, that raises ConfigError for a mistake in it."""
+
+MAX_ANSWER = 4096
+"""Bytes that a pipe takes in one piece."""
 
 THREADS_THAT_MAY_BE = {"jemalloc_bg_thd"}
 """Of Arrow's allocator, which sees to forks itself (pthread_atfork)."""
@@ -72,6 +80,52 @@ class ForkedProcess:
     def _signal(self, signum: signal.Signals) -> None:
         if self.poll() is None:
             os.kill(self.pid, signum)
+
+
+def check(module: str, args: Sequence[str]) -> None:
+    """Let a worker's module check its command line; one that cannot be imported, or has no check, passes.
+
+    Raises:
+        ConfigError: there is a mistake in it.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in `preload`, which imports the rest
+    try:
+        function = getattr(importlib.import_module(module), CHECK, None)
+        if function is not None:
+            function(args)
+    except ConfigError:
+        raise
+    except Exception:  # noqa: BLE001  # no mistake that has a name: `preload` meets it again, and reports it
+        return
+
+
+def ask_fork(question: Callable[[], str]) -> str:
+    """Return a fork's answer, a line; empty if it ended without one.
+
+    Whatever the question imports, starts or breaks is gone with the fork.
+    """
+    reads, writes = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reads)
+            os.environ[PARENT_PID_ENV] = str(os.getppid())
+            end_with_parent()
+            os.write(writes, question().encode(errors="replace")[: MAX_ANSWER - 1] + b"\n")
+        except BaseException:  # noqa: BLE001  # process edge
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+    os.close(writes)
+    with open(reads, "rb", buffering=0) as pipe:
+        # One read, not to the end: a process that the fork has started may keep the other end open.
+        answer = pipe.read(MAX_ANSWER) or b""
+    os.waitpid(pid, 0)
+    return answer.decode(errors="replace").strip()
 
 
 def preload(module: str, args: Sequence[str]) -> str:

@@ -172,6 +172,8 @@ class LaunchPlan:
     @property
     def first_job_id(self) -> str:
         """Return the job's name of its first launch in the folder: W&B goes on under it."""
+        if self._replaces_failed_start:
+            return self.job_id
         earlier = EventTail(self.paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True).poll()
         return next((event.job_id for event in earlier if isinstance(event, LaunchStarted)), self.job_id)
 
@@ -392,6 +394,11 @@ class LaunchPlan:
             *(["--no-zygote"] if self.options.no_zygote else []),
             *("--", *self.worker_flags([f"--{TABLE}.replica_id={replica}"])),
         ]
+
+    def check_flags(self) -> list[str]:
+        """Return the flags of a worker for a check before there is a folder: the config is where the user has it."""
+        flags = self.worker_flags([f"--{TABLE}.replica_id=0"])
+        return [f"--job.config_file={self.config}", *flags[1:]]
 
     def worker_flags(self, replica_flags: list[str]) -> list[str]:
         """Return the flags of workers: those of every group, with `replica_flags`, and the user's, which win."""

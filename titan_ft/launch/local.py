@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
+from titan_ft.config import ConfigError
 from titan_ft.launch.agent_keeper import AgentKeeper
 from titan_ft.launch.children import Child, Children, Process
 from titan_ft.launch.going_on import CHECKPOINTS_OFF, describe_stop
@@ -20,7 +23,7 @@ from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd, RestartPolicy, has_trained, may_replace
 from titan_ft.launch.supervisor import GRACE_SECONDS, SUPERVISOR
 from titan_ft.launch.worker_group import open_log, usual_env
-from titan_ft.launch.zygote import Zygote, is_possible
+from titan_ft.launch.zygote import IMPORT_SECONDS, Zygote, is_possible
 from titan_ft.live import status
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
@@ -71,7 +74,6 @@ class LocalRun:
         # First: when its port is taken, the folder must not look as if a run had been in it.
         self._metrics = MetricsServer.at(plan.options.metrics_port, plan.labels) if plan.options.metrics_port else None
         self._curve = None if plan.job_curve is None else JobCurve(plan.job_curve, lambda text: self.view.error(text))
-        self._tail = EventTail(plan.paths.events)
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
         # The token is not on any command line, where other users of the host could read it.
         env = {"TITAN_FT_TOKEN": secrets.token_hex(16), "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
@@ -88,13 +90,16 @@ class LocalRun:
         self._agents: dict[int, AgentKeeper] = {}
         self._num_spares = plan.options.spares
         self._zygote: Zygote | None = None
+        self._early_log: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        """What the zygote prints before there is a folder for its log."""
         self._trains_since: float | None = None
         self._time_is_up = False
         self._common_end = CommonEnd()
+        self._mistake = ""
+        """A mistake in the config that only a worker could find; empty as long as none is known."""
         self._hopeless = ""
         """Why it does not help to start groups again; empty as long as it may."""
         self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
-        self.view = LaunchView(self.status, plan.paths.launch_log)
 
     def _chaos_runner(self, plan: Plan) -> ChaosRunner:
         from titan_ft.chaos.processes import LocalProcesses  # a run that nobody breaks loads nothing of it
@@ -113,6 +118,8 @@ class LocalRun:
 
         A run that a signal has stopped ends with 128 + the signal's number.
         """
+        self._tail = EventTail(self.plan.paths.events)
+        self.view = LaunchView(self.status, self.plan.paths.launch_log)
         code, reason = 1, "the launcher failed"
         try:
             code, reason = self._run()
@@ -158,8 +165,7 @@ class LocalRun:
         for change in started.allowed:
             self.view.line(f"goes on with another value: {change}")
         self._lighthouse.poll()
-        if not plan.options.no_zygote:
-            self._start_zygote()
+        self._let_zygote_proceed()
         while not self._lighthouse.listens:
             if self.stop:
                 return self._interrupted()
@@ -188,17 +194,49 @@ class LocalRun:
             self._agents[replica] = self._keep_agent(replica)
         return self._watch()
 
-    def _start_zygote(self) -> None:
-        """Let the groups' imports begin, beside the start of the lighthouse."""
-        if is_possible():
-            log = self.plan.paths.zygote_log
+    def check(self) -> None:
+        """Check the config as the workers will read it, before there is a folder, or any process but the zygote.
 
-            def start(command: list[str], descriptor: int) -> Process:
-                child = self._children.start("the zygote", command, log, env=usual_env(), pass_fds=[descriptor])
-                return child.process
+        It takes torchtitan, which is imported in the process that is the zygote afterwards. Returns early at a stop.
 
-            self._zygote = Zygote(start, self.plan.module, self.plan.worker_flags([]))
-        else:
+        Raises:
+            ConfigError: there is a mistake in the config.
+        """
+        log = self.plan.paths.zygote_log
+
+        def start(command: list[str], descriptor: int) -> Process:
+            env, output = usual_env(), self._early_log
+            child = self._children.start("the zygote", command, log, env=env, pass_fds=[descriptor], output=output)
+            return child.process
+
+        self._zygote = Zygote(start, self.plan.module, self.plan.check_flags(), stops_after_check=True)
+        deadline = time.monotonic() + IMPORT_SECONDS
+        while not (self._zygote.checked or self._zygote.lost or self.stop) and time.monotonic() < deadline:
+            time.sleep(TICK_SECONDS / 10)
+            self._zygote.poll()
+        if self._zygote.mistake:
+            raise ConfigError(self._zygote.mistake)
+
+    def abandon(self) -> None:
+        """End what was started and taken for a run that does not begin."""
+        self._children.stop(0.0)
+        self._lighthouse.close()
+        if self._metrics:
+            self._metrics.close()
+
+    def _let_zygote_proceed(self) -> None:
+        """Let it import the rest, beside the start of the lighthouse; or end it, where there is to be none."""
+        assert self._zygote is not None, "it has checked the config"
+        with open_log(self.plan.paths.zygote_log, "ab") as log:
+            self._early_log.seek(0)
+            shutil.copyfileobj(self._early_log, log)
+            log.flush()
+            if not self.plan.options.no_zygote and is_possible():
+                self._zygote.proceed(log.fileno())
+                return
+        self._zygote.close()
+        self._zygote = None
+        if not self.plan.options.no_zygote:
             self.view.line("this system hands no forks over: each group imports everything itself")
 
     def _watch_zygote(self) -> None:
@@ -254,7 +292,9 @@ class LocalRun:
             self._keep_agents(codes)
             if CONFIG_ERROR_CODE in codes.values():
                 # All groups read the same file: the others would only wait for each other.
-                return CONFIG_ERROR_CODE, "the configuration is wrong"
+                mistake = self._mistake or f"the configuration is wrong; see {self.plan.paths.root / 'logs'}"
+                self.view.refuse(mistake)
+                return CONFIG_ERROR_CODE, mistake
             if self._hopeless:
                 self.view.error(f"{self._hopeless}; starting again does not help: all groups are stopped")
                 return 1, self._hopeless
@@ -322,7 +362,9 @@ class LocalRun:
             self._curve.observe(event)
         # When the whole run is stopped, workers do not "die" one by one.
         stopping = self.stop or self._time_is_up
-        if line is not None and (not stopping or isinstance(event, _TOLD_AT_A_STOP)):
+        if isinstance(event, ReplicaGaveUp) and event.mistake:
+            self._mistake = self._mistake or event.mistake  # all groups have it, and it is one line, at the end
+        elif line is not None and (not stopping or isinstance(event, _TOLD_AT_A_STOP)):
             self.view.line(line)
 
     def _judge(self, event: Event) -> str:
@@ -418,10 +460,19 @@ def launch(plan: LaunchPlan) -> int:
     """Carry out a plan; Ctrl-C, SIGTERM and a closed terminal end everything that it started.
 
     Raises:
-        ConfigError: the run directory or a port cannot be used.
+        ConfigError: there is a mistake in the config, or the run directory or a port cannot be used.
     """
-    with plan.occupied():
-        plan.write()
-        # nohup has SIGHUP ignored
-        others = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) != signal.SIG_IGN]
-        return LocalRun(plan, StopRequests(signal.SIGINT, *others)).run()
+    # nohup has SIGHUP ignored
+    others = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) != signal.SIG_IGN]
+    stop = StopRequests(signal.SIGINT, *others)
+    run = LocalRun(plan, stop)
+    try:
+        run.check()
+        if stop:
+            print(f"stopped by {stop.asked_by} before anything was started", flush=True)
+            return stop.status
+        with plan.occupied():
+            plan.write()
+            return run.run()
+    finally:
+        run.abandon()  # does nothing after `run`, which has ended all of it

@@ -9,6 +9,9 @@ workers: the agent itself has threads, which keep it from forking.
 Each fork is handed over: it becomes the asking process's own child, whose end is waited for like any other's, and which
 outlives the zygote.
 
+Before its imports are done, and before anything is forked, it checks the config, which takes most of them. A launcher
+that waits for the answer makes no folder for a run whose config is wrong.
+
 A request is a line of JSON over a socket, with descriptors: two for the fork's output, and a pipe. The answer is a
 line, the pid. The fork begins at a byte in the pipe, so that none runs whose pid never came: another process is started
 then.
@@ -27,7 +30,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from titan_ft.launch.forks import ForkedProcess, fork_module, preload
+from titan_ft.config import ConfigError
+from titan_ft.launch.forks import ForkedProcess, check, fork_module, preload
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.output import protect_output
 
@@ -35,6 +40,9 @@ FORK_SECONDS = 30.0
 """Without an answer for so long the zygote counts as lost; a fork takes milliseconds."""
 IMPORT_SECONDS = 600.0
 """For its imports, of a cold network file system at worst."""
+
+
+_STOP, _GO_ON = "stop", "go-on"
 
 
 class Started(Protocol):
@@ -54,19 +62,32 @@ class Zygote:
         start: starts the process: its command line, and a descriptor of this process that it gets as well.
         module: Python module that is imported beforehand.
         args: its command line, as far as it is the same for all workers.
+        stops_after_check: whether it waits for `proceed` after the config is found to be right.
 
     Raises:
         OSError: there are too many processes or files, or too little memory.
     """
 
-    def __init__(self, start: Callable[[list[str], int], Started], module: str, args: Sequence[str]) -> None:
+    def __init__(
+        self,
+        start: Callable[[list[str], int], Started],
+        module: str,
+        args: Sequence[str],
+        *,
+        stops_after_check: bool = False,
+    ) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as on_failure:
             on_failure.callback(self._socket.close)
-            command = [sys.executable, "-m", "titan_ft.launch.zygote", str(theirs.fileno()), module, *args]
+            how = _STOP if stops_after_check else _GO_ON
+            command = [sys.executable, "-m", "titan_ft.launch.zygote", str(theirs.fileno()), how, module, *args]
             self._process = start(command, theirs.fileno())
             on_failure.pop_all()
         self._received = b""
+        self.checked = False
+        """Whether it has found no mistake in the config."""
+        self.mistake = ""
+        """The mistake in the config, in one line; then it is lost as well."""
         self.ready = False
         """Whether it has imported everything."""
         self.lost = ""
@@ -80,7 +101,7 @@ class Zygote:
         if not self.ready:
             self._socket.setblocking(False)
             with contextlib.suppress(BlockingIOError, ConnectionError):
-                self.ready = self._read_line() == b"ready"
+                self._read_progress()
         if code is not None:
             how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
             self._lose(f"the zygote ended ({how})")
@@ -95,6 +116,20 @@ class Zygote:
             time.sleep(0.02)
             self.poll()
         return not self.lost
+
+    def proceed(self, log: int) -> None:
+        """Let a zygote that stopped after its check go on.
+
+        Args:
+            log: descriptor of the file to which its output goes from now on.
+        """
+        if self.lost:
+            return
+        try:
+            self._socket.settimeout(FORK_SECONDS)
+            socket.send_fds(self._socket, [b"\n"], [log])
+        except OSError as error:
+            self._lose(f"the zygote did not answer ({type(error).__name__})")
 
     def close(self) -> None:
         """End it; what it has forked lives on."""
@@ -123,6 +158,14 @@ class Zygote:
             if pid:
                 begin.write(b"1")
         return ForkedProcess(pid) if pid else None
+
+    def _read_progress(self) -> None:
+        while not (self.ready or self.mistake):
+            word, _, text = self._read_line().partition(b" ")
+            self.checked = self.checked or word == b"checked"
+            self.ready = word == b"ready"
+            if word == b"wrong":
+                self.mistake = json.loads(text)
 
     def _read_line(self) -> bytes:
         while b"\n" not in self._received:
@@ -233,14 +276,36 @@ def main() -> int:
     protect_output()
     end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as who started this may leave it, no fork is waited for
-    descriptor, module, *worker_args = sys.argv[1:]
-    obstacle = preload(module, worker_args)
-    if obstacle:
-        print(f"no process can be forked: {obstacle}", file=sys.stderr, flush=True)
-        return 1
+    descriptor, how, module, *worker_args = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as connection:
+        try:
+            check(module, worker_args)
+        except ConfigError as error:
+            connection.sendall(b"wrong " + json.dumps(str(error)).encode() + b"\n")
+            return CONFIG_ERROR_CODE
+        connection.sendall(b"checked\n")
+        if how == _STOP and not _await_log(connection):
+            return 0
+        obstacle = preload(module, worker_args)
+        if obstacle:
+            print(f"no process can be forked: {obstacle}", file=sys.stderr, flush=True)
+            return 1
         serve(connection)
     return 0
+
+
+def _await_log(connection: socket.socket) -> bool:
+    """Wait for the file that the output goes to from now on; False if the other end is gone."""
+    block, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    if not block:
+        return False
+    for descriptor in descriptors:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    return True
 
 
 if __name__ == "__main__":

@@ -247,6 +247,8 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
     name, new = f"group {replica}", after[replica]
     match event:
         case ev.WorkerExited() if new.state == DIED and before[replica].state != DIED and not event.stopped:
+            if event.is_mistake:
+                return None  # `ReplicaGaveUp` follows: the line of a mistake is one
             # The exception first: `top` cuts its lines at the terminal's width.
             parts = [event.error, event.reason or "a worker ended", event.log and f"see {event.log}"]
             return f"{name} died: {'; '.join(part for part in parts if part)}"
@@ -254,6 +256,8 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
             return f"{name} died: {event.reason}" + (f"; see {event.log}" if event.log else "")
         case ev.ReplicaRestarted():
             return f"{name} restarting (attempt {new.attempt})"
+        case ev.ReplicaGaveUp() if event.mistake:
+            return f"{name} has a mistake in its config: {event.mistake}"
         case ev.ReplicaGaveUp():
             told = before[replica].error == event.error  # when it died
             return f"{name} failed: {event.reason}" + ("" if told else f"; {event.log}: {event.error}")

@@ -89,6 +89,11 @@ class LaunchView:
         self._append(f"error: {text}")
         print(f"titan-ft launch: {text}", file=sys.stderr, flush=True)
 
+    def refuse(self, mistake: str) -> None:
+        """Name a mistake of the user's on stderr, as every command does."""
+        self._append(f"mistake: {mistake}")
+        print(f"titan-ft: {mistake}", file=sys.stderr, flush=True)
+
     def note(self, text: str) -> None:
         """Show a line whole, which a terminal's width would cut; only after `close`."""
         self._append(text)

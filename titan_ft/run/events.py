@@ -17,6 +17,9 @@ from typing import Any
 
 import msgspec
 
+_CONFIG_ERROR = "ConfigError: "
+"""Begins the text of an error that names a mistake of the user's."""
+
 
 def _snake(name: str) -> str:
     """Return the name of an event, from that of its class."""
@@ -600,6 +603,11 @@ class WorkerExited(GroupEvent, kw_only=True):
     host: str | None = None  # name of its host, Slurm's where it has one; not in older histories
 
     @property
+    def is_mistake(self) -> bool:
+        """Whether the worker found a mistake in its config."""
+        return self.code == 2 and (self.error or "").startswith(_CONFIG_ERROR)
+
+    @property
     def cause(self) -> str | None:
         """What ended the worker: a signal's name or an exit code; None where it ended well."""
         if self.signal is None and self.code == 0 and self.error is None:
@@ -652,6 +660,11 @@ class ReplicaGaveUp(GroupEvent, kw_only=True):
     # why, as a code: "config", "final", "crash loop", "network", "restarts" (none is left), "host" (it is suspected);
     # not in older histories
     cause: str | None = None
+
+    @property
+    def mistake(self) -> str:
+        """The mistake in the config that ended the group, which only a worker could find; empty for other causes."""
+        return self.error.removeprefix(_CONFIG_ERROR) if self.cause == "config" else ""
 
 
 class SpareTookOver(GroupEvent, kw_only=True):
