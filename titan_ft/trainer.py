@@ -339,6 +339,7 @@ class ReplicaTrainer(Trainer):
             if digest is None:
                 self._heal(self._replica)
                 return self.should_continue_training()
+            self._links.end_roll_call()
             self._step_log.flush()
             self.checkpointer.withdraw()
             self.checkpointer.finish(self.step)
@@ -377,6 +378,7 @@ class ReplicaTrainer(Trainer):
         work.wire_bytes = self._links.exchange.take_wire_bytes()
         work.lr *= self._lr_factor(committed.update)
         digest = replica.digest_if_due()
+        self._links.note_commit(committed.update.step, committed.participants, work.inner_steps)
         self._step_log.emit(committed, work, self.step, digest)
         self._step_log.log(committed, work, self.step, self.ntokens_seen, replica.heal_seconds)
         if self._position.leaving:
@@ -687,7 +689,9 @@ class ReplicaTrainer(Trainer):
             gradient_scale=self._gradient_scale,
             num_microbatches=self.pp_schedule._n_microbatches if self.parallel_dims.pp_enabled else 0,
         )
-        shared: dict[str, Any] = {"position": self._position, "group": self._group, "events": self._events}
+        position = self._position
+        links.call_roll(lambda: None if position.leaving else tuple(position.left))
+        shared: dict[str, Any] = {"position": position, "group": self._group, "events": self._events}
         rounds = Rounds(
             config,
             links.membership,

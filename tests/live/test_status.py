@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build, named
+from titan_ft.history.terminal import text_of
 from titan_ft.live import status
 from titan_ft.live.group_table import group_table
 from titan_ft.live.run_status import RunStatus
@@ -18,10 +19,13 @@ from titan_ft.run.events import (
     ChaosFinished,
     ChaosStarted,
     EventsDropped,
+    GroupBack,
+    GroupLost,
     LaunchStarted,
     LighthouseRestarted,
     ReplicaRestarted,
     SpareTookOver,
+    WorkerStarted,
 )
 
 
@@ -484,3 +488,68 @@ def test_whom_a_group_waits_for() -> None:
     assert waited(step(1, waits=[long]), needs) == (1, "too_few")
     assert waited(step(1, waits=[long]), needs, step(2, waits=[])) is None
     assert waited(step(1)) is None
+
+
+def lost(time: float, slot: int = 1, seconds: float = 10.0, last_step: int | None = 1) -> Any:
+    return build(GroupLost, time=time, replica=0, slot=slot, seconds=seconds, last_step=last_step)
+
+
+@pytest.mark.parametrize(
+    ("state", "quiet", "silent", "expected"),
+    [
+        (status.TRAINING, 10.0, 10.0, True),
+        (status.HEALING, 10.0, 10.0, True),
+        (status.TRAINING, 1.0, 10.0, False),  # it writes events: it is only cut off
+        (status.STARTING, 12.0, 10.0, False),  # its agent restarts it
+        (status.DIED, 12.0, 10.0, False),
+        (status.STARTING, 400.0, 400.0, True),  # its host was lost in the midst of that
+        (status.DRAINED, 400.0, 400.0, False),
+        (status.FINISHED, 400.0, 400.0, False),
+        (status.FAILED, 400.0, 400.0, False),
+    ],
+)
+def test_who_is_lost(state: str, quiet: float, silent: float, expected: bool) -> None:
+    """What a survivor does not hear of is judged by what the group itself wrote last."""
+    assert status.is_lost(state, quiet, silent) == expected
+
+
+def test_lost_group_is_named_and_shown_until_it_is_back() -> None:
+    """Told once; the table says since when; its next events go on."""
+    run = RunStatus(2)
+    run.observe(build(WorkerStarted, time=1.0, replica=1))
+    run.observe(step(1, time=2.0))
+    run.observe(step(1, replica=1, time=2.0))
+    told = [run.observe(event) for event in (lost(12.0), lost(42.0, seconds=40.0))]
+    assert told == ["group 1 is lost: silent for 10 s, last in step 1", None]
+    assert run.groups[1].state == status.LOST
+    assert "lost since step 1" in text_of(group_table(run.groups, 50.0, 80))
+    back = run.observe(build(GroupBack, time=50.0, replica=0, slot=1, seconds=48.0))
+    assert (back, run.groups[1].state) == ("group 1 is back: it was silent for 48 s", status.JOINED)
+    run.observe(step(9, replica=1, time=51.0))
+    assert run.groups[1].state == status.TRAINING
+
+
+def test_group_that_is_restarted_is_not_lost() -> None:
+    """Its agent's events are newer than what a survivor knows."""
+    run = RunStatus(2)
+    run.observe(step(1, replica=1, time=2.0))
+    run.observe(event("worker_exited", 1, time=2.5, signal="SIGKILL", reason="killed", stopped=False))
+    run.observe(build(ReplicaRestarted, time=3.0, replica=1, attempt=1, reason="killed"))
+    assert run.observe(lost(13.0)) is None
+    assert run.groups[1].state == status.STARTING
+
+
+def test_a_run_ends_without_a_lost_group() -> None:
+    """Without a launcher it is over once the others have finished, and not before."""
+    run = RunStatus(2)
+    for replica in (0, 1):
+        run.observe(step(1, replica=replica, time=2.0))
+    run.observe(lost(12.0))
+    assert run.end == ""
+    waits = run.observe(event("waiting_to_end", time=13.0, slots=[1], seconds=60.0))
+    ends = run.observe(event("ended_without", time=73.0, slots=[1], seconds=60.0))
+    run.observe(event("training_finished", time=73.1, step=1))
+    assert waits == "the last step is made; waiting for group 1 for 60 s at most"
+    assert ends == "ended without group 1: not heard of for 60 s"
+    assert run.groups[1].state == status.LOST
+    assert run.end

@@ -17,6 +17,7 @@ from titan_ft.live.status import (
     FAILED,
     FINISHED,
     HEALING,
+    LOST,
     STOPPED,
     TRAINING,
     Groups,
@@ -33,6 +34,7 @@ COLORS = {
     DRAINING: "yellow",
     DRAINED: "cyan",
     STOPPED: "cyan",
+    LOST: "bold red",
     DIED: "red",
     FAILED: "bold red",
 }
@@ -91,7 +93,7 @@ def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str
     fault = f"-{clock(now - group.fault_time)} {group.fault}" if group.fault else "-"  # the age is never cut off
     return {
         "group": str(group.replica),
-        "state": group.state,
+        "state": _state(group),
         "step": number(step),
         "own loss": number(own_loss, ".4f"),
         "own s": number(group.own_seconds, ".3f"),
@@ -102,6 +104,13 @@ def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str
         "host": group.host or "-",
         "last fault": fault,
     }
+
+
+def _state(group: GroupStatus) -> str:
+    """Return the state in words: of a lost group, since when."""
+    if group.state != LOST or group.step is None:
+        return group.state
+    return f"lost since {group.unit.name(group.step)}"
 
 
 def _fitting(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:

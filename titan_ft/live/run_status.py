@@ -110,6 +110,8 @@ class RunStatus:
 
     def _begin(self, num_replicas: int) -> None:
         self.groups = status.initial(num_replicas)
+        self._heard: dict[int, float] = {}
+        """Unix seconds of each group's last event."""
         self.num_ranks = 0
         """Ranks of each group; 0 where there is no launcher."""
         self.steps = CommittedSteps()
@@ -173,8 +175,10 @@ class RunStatus:
         if self.code is not None:
             return self._reason or "the launcher ended"
         states = {group.state for group in self.groups.values()}
-        over = states and states <= {status.FINISHED, status.DRAINED, status.FAILED}
-        return "all groups finished, left or failed" if over and not self.launched else ""
+        # Somebody must have seen the end: groups that only fell silent may train on.
+        ended = {status.FINISHED, status.DRAINED, status.FAILED}
+        over = states & ended and states <= {*ended, status.LOST}
+        return "all groups finished, left, failed or are lost" if over and not self.launched else ""
 
     def observe(self, event: ev.Event) -> str | None:
         """Take the next event; return the line that it becomes for who launched the run, None if it is worth none."""
@@ -187,7 +191,9 @@ class RunStatus:
         self.faults.observe(event)
         self.hosts.observe(event)
         before = self.groups
-        self.groups = status.fold(before, event)
+        self.groups = status.fold(before, event, self._heard)
+        if event.replica is not None:
+            self._heard[event.replica] = max(event.time, self._heard.get(event.replica, 0.0))
         line = status.describe(before, self.groups, event)
         match event:
             case ev.WorkerStarted() if event.config is not None:

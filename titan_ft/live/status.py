@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,11 @@ WAITING, STARTING, JOINED, HEALING, TRAINING = "waiting", "starting", "joined", 
 DIED, DRAINING, DRAINED, FINISHED, FAILED = "died", "draining", "drained", "finished", "failed"
 STOPPED = "stopped"
 """Ended by the launcher, before it could leave in order."""
-STATES = (WAITING, STARTING, JOINED, HEALING, TRAINING, DIED, DRAINING, DRAINED, FINISHED, FAILED, STOPPED)
+LOST = "lost"
+"""Not heard of for so long that its host may be gone; its own next event ends it."""
+STATES = (WAITING, STARTING, JOINED, HEALING, TRAINING, LOST, DIED, DRAINING, DRAINED, FINISHED, FAILED, STOPPED)
+START_SECONDS = 300.0
+"""A group that starts may be silent for so long: it imports, builds the model, waits for a file server."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def initial(num_replicas: int) -> Groups:
 
 def draining(groups: Groups) -> Groups:
     """Return the status once all groups have been asked to leave."""
-    ended = (DIED, DRAINED, FINISHED, FAILED)
+    ended = (LOST, DIED, DRAINED, FINISHED, FAILED)
     return {
         replica: group if group.state in ended else replace(group, state=DRAINING) for replica, group in groups.items()
     }
@@ -75,8 +79,31 @@ def stopped(groups: Groups) -> Groups:
     }
 
 
-def fold(groups: Groups, event: ev.Event) -> Groups:
-    """Return the status after an event. Of a group's ranks, rank 0's events count, and the end of any rank."""
+def is_lost(state: str, quiet_seconds: float, silent_seconds: float) -> bool:
+    """Tell whether a group is lost that another group has not heard of for `silent_seconds`.
+
+    The survivor knows neither of an agent that restarts the group nor of an end in order. The group's own events do.
+
+    Args:
+        state: of the group, by its own events.
+        quiet_seconds: since its last event.
+    """
+    if state in (DRAINED, FINISHED, FAILED, STOPPED):
+        return False
+    if state in (WAITING, STARTING, DIED):
+        return quiet_seconds >= START_SECONDS
+    # A group that is cut off from the lighthouse writes events, and says itself what it does.
+    return quiet_seconds >= silent_seconds / 2
+
+
+def fold(groups: Groups, event: ev.Event, heard: Mapping[int, float] | None = None) -> Groups:
+    """Return the status after an event. Of a group's ranks, rank 0's events count, and the end of any rank.
+
+    Args:
+        heard: Unix seconds of each group's last event, to judge whether it is lost.
+    """
+    if isinstance(event, ev.GroupLost | ev.GroupBack | ev.EndedWithout):
+        groups = _fold_silence(groups, event, heard or {})
     if isinstance(event, ev.FaultInjected):
         hit = groups.get(-1 if event.target.replica is None else event.target.replica)
         if hit is None:
@@ -87,6 +114,24 @@ def fold(groups: Groups, event: ev.Event) -> Groups:
         return groups
     changed = _apply(group, event)
     return groups if changed is group else {**groups, group.replica: changed}
+
+
+def _fold_silence(
+    groups: Groups, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout, heard: Mapping[int, float]
+) -> Groups:
+    """Return the status after what one group says of others."""
+    for slot in event.slots if isinstance(event, ev.EndedWithout) else [event.slot]:
+        group = groups.get(slot)
+        if group is None:
+            continue
+        if isinstance(event, ev.GroupBack):
+            state = JOINED if group.state == LOST else group.state
+        else:
+            lost = is_lost(group.state, event.time - heard.get(slot, 0.0), event.seconds)
+            state = LOST if lost else group.state
+        if state != group.state:
+            groups = {**groups, slot: replace(group, state=state, own_seconds=None)}
+    return groups
 
 
 def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
@@ -132,8 +177,10 @@ def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
             unit = group.unit if event.config is None else Unit.of(event.config)
             return replace(_starting(group, event.attempt), host=event.node, unit=unit)
         case ev.Joined():
-            state = JOINED if group.state in (WAITING, STARTING) else group.state
+            state = JOINED if group.state in (WAITING, STARTING, LOST) else group.state
             return replace(group, state=state, participants=tuple(event.participants))
+        case ev.LeftOut():  # it was frozen, and notices that the others went on
+            return replace(group, state=JOINED)
         case ev.HealStarted():
             return replace(group, state=HEALING, donor=event.donor)
         case ev.HealFinished():
@@ -175,6 +222,14 @@ _LINES: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.FaultUndone: lambda e, u: f"fault undone: {_fault(e)}",
     ev.FaultSkipped: lambda e, u: f"fault skipped: {_fault(e)}{_because(e.reason)}",
     ev.EventsDropped: lambda e, u: f"{_writer(e)} lost events that it could not write: {e.error}",
+    ev.GroupBack: lambda e, u: f"group {e.slot} is back: it was silent for {e.seconds:.0f} s",
+    ev.PeerSilent: lambda e, u: (
+        f"no heartbeat from {_groups(e.slots)} for {e.seconds:.1f} s: the exchange is repeated without"
+    ),
+    ev.WaitingToEnd: lambda e, u: (
+        f"the last step is made; waiting for {_groups(e.slots)} for {e.seconds:.0f} s at most"
+    ),
+    ev.EndedWithout: lambda e, u: f"ended without {_groups(e.slots)}: not heard of for {e.seconds:.0f} s",
     ev.Straggler: lambda e, u: f"group {e.slot} is slow: {e.factor:.1f} times the others' step time",
     ev.StragglerRecovered: lambda e, u: f"group {e.slot} is as fast as the others again",
     ev.GradientExcluded: lambda e, u: (
@@ -225,17 +280,22 @@ _LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
 # Every group comes to the same finding: one line is enough.
 _SEEN_BY_ALL = (
     ev.DigestMismatch,
+    ev.EndedWithout,
     ev.GradientExcluded,
     ev.LoaderChecked,
+    ev.PeerSilent,
     ev.RolledBack,
     ev.Straggler,
     ev.StragglerRecovered,
     ev.Waiting,
+    ev.WaitingToEnd,
 )
 
 
 def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
     """Return the line that shows a change, or None when the event is not worth one."""
+    if isinstance(event, ev.GroupLost):
+        return _describe_loss(before, after, event)
     line, line_of_group = _LINES.get(type(event)), _LINES_OF_GROUP.get(type(event))
     if isinstance(event, ev.FaultEvent) and event.rank and _hits_groups(event):
         return None  # the agents of all ranks report what hit their group
@@ -281,6 +341,15 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
     if line is not None:
         return line(event, new.unit)
     return None if line_of_group is None else f"{name} {line_of_group(event, new.unit)}"
+
+
+def _describe_loss(before: Groups, after: Groups, event: ev.GroupLost) -> str | None:
+    group = after.get(event.slot)
+    if group is None or group.state != LOST or before[event.slot].state == LOST:
+        return None
+    last = group.step if event.last_step is None else event.last_step
+    where = "" if last is None else f", last in {group.unit.name(last)}"
+    return f"group {event.slot} is lost: silent for {event.seconds:.0f} s{where}"
 
 
 def _is_first_to_train(groups: Groups, replica: int) -> bool:
@@ -329,6 +398,10 @@ def _latest_checkpoint(step: int | None) -> str:
 
 def _because(reason: str) -> str:
     return f" ({reason})" if reason else ""
+
+
+def _groups(slots: Sequence[int]) -> str:
+    return f"group {_listed(slots)}" if len(slots) == 1 else f"groups {_listed(slots)}"
 
 
 def _listed(replicas: Iterable[int]) -> str:

@@ -41,6 +41,7 @@ from titan_ft.replica.pulse import (
     StatusPage,
     Watch,
     expects_former,
+    find_ages,
     find_cut_off,
     find_living,
     find_outsiders,
@@ -274,6 +275,12 @@ class Membership:
             return {member.slot for member in members}
         living = {member.process for member in find_living(self.member, status, SILENT_BEATS * beat)}
         return {member.slot for member in members if member.process in living}
+
+    def find_ages(self) -> dict[int, float] | None:
+        """Return the seconds since each group's last heartbeat, by slot; None if nobody can say. Any thread."""
+        beat = self._config.heartbeat_timeout_ms / 1000
+        status = self._page.read(beat)
+        return None if status is None else find_ages(self.member, status, beat)
 
     def find_holders(self) -> dict[int, Peer]:
         """Return this rank's counterparts in other groups whose state a newcomer can use, by slot; any thread.

@@ -39,7 +39,15 @@ from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, GradientUse, Rounds, Sign
 from titan_ft.replica.straggler import Stragglers
 from titan_ft.round_settings import steps_per_round, unit_of
-from titan_ft.run.events import GradientExcluded, Straggler, StragglerRecovered, Waited, Waiting
+from titan_ft.run.events import (
+    EndedWithout,
+    GradientExcluded,
+    Straggler,
+    StragglerRecovered,
+    Waited,
+    Waiting,
+    WaitingToEnd,
+)
 from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
@@ -47,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 _LOOKS_PER_TURN = 2  # at whether a group that is to save has begun to; `_LOOK_SECONDS` apart
 _LOOK_SECONDS = 0.5
+_SAY_SECONDS = 1.0  # of waiting with the final state, before the group says for whom: the others may be a moment late
 _MAX_OPENINGS = 5  # rounds behind an update, for those that missed it; after these they wait for the next one
 _OPENING_SECONDS = 5.0  # for the others to come to one of them; who trains already comes at the end of its round
 
@@ -113,6 +122,7 @@ class ReplicaDimension:
         self._stragglers = Stragglers(config.straggler_factor, config.straggler_steps)
         self._nominal_tokens, self._pauses_after = nominal_tokens, pauses_after
         self._waiting = False
+        self._waits_to_end_for: list[int] = []  # slots of the groups that were last said to be waited for at the end
         self._outsiders: list[int] = []  # slots of groups that lived outside of the last round, as rank 0 has seen it
         self.heal_seconds = 0.0
 
@@ -360,7 +370,8 @@ class ReplicaDimension:
         """
         digest = self._rounds.take_digest()
         self._position.finish()
-        deadline = self._group.clock() + self._config.finish_timeout_seconds
+        began = self._group.clock()
+        deadline = began + self._config.finish_timeout_seconds
         complete = False
         while True:
             outcome = self._rounds.make()
@@ -378,13 +389,36 @@ class ReplicaDimension:
             if now >= deadline and isinstance(outcome, Round) and self._look_for_outsiders(outcome):
                 deadline = now + ALONE_SECONDS
             if now >= deadline:
-                logger.warning(
-                    "leaving without the groups that are down: fault_tolerance.finish_timeout_seconds (%g s) is over",
-                    self._config.finish_timeout_seconds,
-                )
+                self._end_without(outcome, now - began)
                 return digest
+            if not complete and now - began >= _SAY_SECONDS:
+                self._wait_to_end(outcome, deadline - now)
             if not complete:
                 time.sleep(PAUSE_SECONDS)
+
+    def _wait_to_end(self, outcome: Round | Broken, seconds: float) -> None:
+        """Say for whom this group waits with the final state, once for each set of groups."""
+        slots = self._find_unfinished(outcome)
+        if slots and slots != self._waits_to_end_for:
+            logger.warning("holding the final state: waiting for groups %s for %.0f s at most", slots, seconds)
+            self._events.emit(WaitingToEnd(step=self._position.step, slots=slots, seconds=seconds))
+        self._waits_to_end_for = slots or self._waits_to_end_for
+
+    def _end_without(self, outcome: Round | Broken, seconds: float) -> None:
+        slots = self._find_unfinished(outcome) or self._waits_to_end_for
+        logger.warning(
+            "ending without groups %s: fault_tolerance.finish_timeout_seconds (%g s) is over",
+            slots,
+            self._config.finish_timeout_seconds,
+        )
+        self._events.emit(EndedWithout(step=self._position.step, slots=slots, seconds=seconds))
+
+    def _find_unfinished(self, outcome: Round | Broken) -> list[int]:
+        """Return the groups that the job misses: those outside of a round that have not left, and those that heal."""
+        if isinstance(outcome, Broken):
+            return []
+        holders = {outcome.rows[rank].slot for rank in outcome.verdict.holders}
+        return sorted({*range(self._config.group_size)} - holders - self._position.left)
 
     def find_last_to_leave(self) -> LastToLeave | None:
         """Return the groups with which the job's state leaves; None if another group has it. A collective.

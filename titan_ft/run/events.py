@@ -344,6 +344,22 @@ class Waiting(RankEvent, kw_only=True):
     why: str | None = None  # why, as in `Waited`: "asked" or "too_few"; not in older histories
 
 
+class WaitingToEnd(RankEvent, kw_only=True):
+    """The group holds the final state and waits for groups that lack it, or were not heard of; once for each set."""
+
+    step: int  # committed steps of this group
+    slots: list[int]  # groups that it waits for
+    seconds: float  # how long it waits at most
+
+
+class EndedWithout(RankEvent, kw_only=True):
+    """The group ends, though some groups never came for the final state: `finish_timeout_seconds` passed."""
+
+    step: int  # committed steps of this group
+    slots: list[int]  # groups without which the job ends
+    seconds: float  # how long it waited for them
+
+
 class GradientExcluded(RankEvent, kw_only=True):
     """Gradients that are not finite are left out of a step."""
 
@@ -385,6 +401,28 @@ class PeerSilent(RankEvent, kw_only=True):
 
     slots: list[int]  # the silent groups
     seconds: float  # of silence, at most
+
+
+class GroupLost(RankEvent, kw_only=True):
+    """Another group was not heard of for too long: its host is lost, it is frozen, or it is cut off.
+
+    Announced by rank 0 of the lowest group that lives and has taken part in a step, and again when the silence has
+    grown fourfold. A group that left in order, or never came, is not lost. Neither is a group that its agent restarts:
+    the agent's events, which the survivor does not read, have the last word.
+    """
+
+    slot: int  # the group that is lost
+    seconds: float  # since its last heartbeat
+    step: int  # committed steps of the group that announces it
+    last_step: int | None = None  # last step that the lost group took part in, where the survivor knows
+
+
+class GroupBack(RankEvent, kw_only=True):
+    """A group that was lost is heard of again; its own events say what it does."""
+
+    slot: int  # the group
+    seconds: float  # how long it was silent
+    step: int  # committed steps of the group that announces it
 
 
 class LeftOut(RankEvent, kw_only=True):

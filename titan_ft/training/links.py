@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -28,6 +28,7 @@ from titan_ft.replica.membership import Membership
 from titan_ft.replica.process_group import build_process_group
 from titan_ft.replica.rank_watch import RankWatch, describe_silence
 from titan_ft.replica.reach import Probe
+from titan_ft.replica.roll_call import RollCall
 from titan_ft.replica.row import fold48
 from titan_ft.replica.shape import describe_shape
 from titan_ft.replica.snapshot import Snapshot
@@ -87,9 +88,30 @@ class Links:
         self._rank_watch = self._watch_ranks(self.host)
         self.membership = self._join(self.host, shape)
         self.exchange = self._build_exchange(exchanged, fragments, model_parts, gradient_scale, num_microbatches)
+        self._roll_call: RollCall | None = None
+
+    def call_roll(self, find_left: Callable[[], Collection[int] | None]) -> None:
+        """Announce from now on which other groups are lost.
+
+        Args:
+            find_left: see `RollCall`.
+        """
+        if self._launch.rank == 0:
+            self._roll_call = RollCall(self._config, self._events, self.membership.find_ages, find_left)
+
+    def note_commit(self, step: int, slots: Collection[int], num_steps: int) -> None:
+        """Note the groups that took part in an update, which is one of `num_steps` steps."""
+        if self._roll_call is not None:
+            self._roll_call.commit(step, slots, num_steps)
+
+    def end_roll_call(self) -> None:
+        """Announce no more groups as lost: from now on they end."""
+        if self._roll_call is not None:
+            self._roll_call.close()
 
     def close(self) -> None:
         """Leave the other groups; a part that cannot be closed keeps none of the others open."""
+        self.end_roll_call()
         with contextlib.ExitStack() as rest:
             rest.callback(self.server.close)
             if self._rank_watch is not None:
