@@ -24,7 +24,8 @@ from titan_ft.history.incidents import (
     survivors_stalls,
 )
 from titan_ft.history.record import RunRecord
-from titan_ft.history.report.facts import headline, report_figures
+from titan_ft.history.report.cards import find_cards
+from titan_ft.history.report.facts import report_figures
 from titan_ft.history.report.page import write_report
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
@@ -183,8 +184,9 @@ def test_terminal_page_and_figures_count_the_same_failures() -> None:
     shown = report_figures(record)
     assert (len(shown["failures"]), shown["goodput"]["num_failures"], shown["num_faults"]) == (1, 1, 2)
     assert text_of(summary_table(summarize(record))).count("failures  ") == 1
-    (_, value, detail) = headline(record)[-1]
-    assert (value, detail) == ("2.00 s", "median of 1 failure; 2.00 s at most")
+    cards = {card.name: card for card in find_cards(record)}
+    assert cards["time between failures"].detail == "1 failure, 2 faults injected"
+    assert cards["stall per failure"].text == "2.00 s"
     (card,) = (stall for stall in stalls(record.events) if stall.fault == "slow_rank")
     assert (card.failures, card.rejoin_seconds, failure.cause) == ((), None, "SIGKILL")
 

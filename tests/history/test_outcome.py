@@ -29,9 +29,8 @@ def started(synthetic_run: Any, steps: int = 0, num_groups: int = 2, **config: A
     return run
 
 
-def end_launch(run: Any, code: int, reason: str, after: float = 0.0, signal: str | None = None) -> None:
-    run.now += after
-    run.tell("launch_finished", 1, code=code, reason=reason, signal=signal)
+def end_launch(run: Any, code: int, reason: str, **fields: Any) -> None:
+    run.tell("launch_finished", 1, code=code, reason=reason, **fields)
 
 
 def without_launcher(run: Any) -> None:
@@ -147,7 +146,7 @@ def test_failed(synthetic_run: Any) -> None:
     run = started(synthetic_run, 11)
     run.exit(0, signal="SIGABRT", reason="rank 0 was killed by SIGABRT")
     run.exit(1, **BOOM)
-    end_launch(run, 1, "all groups end with RuntimeError: boom", after=2.0)
+    end_launch(run, 1, "all groups end with RuntimeError: boom")
     found = outcome(run)
     assert (found.kind, found.colour, found.lost) == ("failed", "red", ())
     assert found.headline == "Failed at step 12 of 40: RuntimeError: boom, rank 0 of group 1, mybug.py:15"
@@ -161,7 +160,7 @@ def test_lines_for_the_terminal(synthetic_run: Any) -> None:
     run.exit(0, signal="SIGABRT", reason="rank 0 was killed by SIGABRT")
     run.exit(1, **BOOM)
     run.exit(2, **{**BOOM, "log": "another"})
-    end_launch(run, 1, "all groups end with RuntimeError: boom", after=2.0)
+    end_launch(run, 1, "all groups end with RuntimeError: boom")
     head, *more = headline(outcome(run), "red")
     assert (head.plain, head.style) == (f"\u2717 {outcome(run).headline}", "red")
     assert [line.plain for line in more] == [
@@ -171,12 +170,15 @@ def test_lines_for_the_terminal(synthetic_run: Any) -> None:
 
 
 def test_a_later_cause(synthetic_run: Any) -> None:
-    """A run that its lighthouse ended did not fail of what a group had recovered from, or died of long before."""
+    """A run that its lighthouse ended did not fail of what a group died of meanwhile."""
     run = started(synthetic_run, 5)
     run.exit(1, **BOOM)
-    run.steps(90, [0])
-    end_launch(run, 1, "the lighthouse ended 3 times (SIGKILL)")
-    assert outcome(run).headline == "Failed at step 40 of 40: the lighthouse ended 3 times (SIGKILL)"
+    end_launch(run, 1, "the lighthouse ended 3 times (SIGKILL)", own_failure=True)
+    assert outcome(run).headline == "Failed at step 6 of 40: the lighthouse ended 3 times (SIGKILL)"
+    assert [reason.text for reason in outcome(run).reasons] == [
+        "the lighthouse ended 3 times (SIGKILL)",
+        "RuntimeError: boom",
+    ]
 
 
 def test_never_began(synthetic_run: Any) -> None:

@@ -174,6 +174,15 @@ def test_cause_of_a_failure(fields: dict[str, Any], cause: str) -> None:
     assert failure.cause == cause
 
 
+def test_a_long_exception_is_whole_in_one_place() -> None:
+    """Each failure is named by the begin of its exception, which is whole in the headline and in a line of its own."""
+    error = f"RuntimeError: {'long ' * 30}end"
+    events = [event("worker_exited", float(k), 1, None, k, code=1, error=error) for k in (1, 2)]
+    text = format_summary(summarize(events))
+    assert text.count(error) == 2
+    assert text.count("RuntimeError: long long") == 4
+
+
 def test_exits_of_one_attempt_are_one_failure() -> None:
     """The first bad exit of an attempt counts, those of its other ranks do not; a good exit is none."""
     events = [

@@ -319,6 +319,8 @@ def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
     assert launcher.returncode == 1
     assert f"the lighthouse ended (SIGKILL), {MAX_DEATHS} times in a row" in errors
     assert "so all groups are stopped" in errors
+    (end,) = run.events("launch_finished")
+    assert end["own_failure"] is True
     assert run.all_gone()
 
 

@@ -133,14 +133,14 @@ def _find_reasons(fold: RunFold) -> tuple[Reason, ...]:
     """Return why groups ended that have not contributed since; exceptions that differ in numbers only are one.
 
     Of ends at about the same time as the last one, the exception that does not go by itself comes first:
-    the others follow from it. Where the launch failed long after them, the launcher's own word comes first.
+    the others follow from it. Where the launch itself failed, or nothing else is known, its own word comes first.
     """
     found = [group.reason for group in fold.groups.values() if group.reason is not None]
     latest = max((reason.time for reason in found), default=0.0)
     found.sort(key=lambda one: (one.time < latest - SAME_END_SECONDS, not one.exception, one.transient, one.time))
     end = fold.launch_end
-    if end is not None and end.code and fold.stopping is None and latest < end.time - SAME_END_SECONDS:
-        found.insert(0, Reason(end.reason, time=end.time))  # as when the lighthouse failed
+    if end is not None and end.code and fold.stopping is None and (end.own_failure or not found):
+        found.insert(0, Reason(end.reason, time=end.time))
     return tuple({kind_of(reason.text): reason for reason in reversed(found)}.values())[::-1]
 
 

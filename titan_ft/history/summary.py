@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.history.audit import Verdict as AuditVerdict
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 MAX_FAILURES_SHOWN = 5
+MAX_CAUSE_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -323,7 +325,9 @@ def _name(end: Failure | Drain) -> str:
 
 def _describe(failure: Failure) -> str:
     """Return one failure in words."""
-    parts = [failure.cause, f"survivors stalled {_seconds(failure.stall_seconds)}"]
+    # The exceptions have lines of their own, whole.
+    cause = shorten(failure.cause, MAX_CAUSE_CHARACTERS, placeholder=" ...")
+    parts = [cause, f"survivors stalled {_seconds(failure.stall_seconds)}"]
     if not failure.away:
         parts.append("the exchange was repeated")
     elif failure.rejoin_seconds is None:

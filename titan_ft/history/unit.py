@@ -57,9 +57,5 @@ class Unit:
         """Return so many of them in words: "4 steps", "1 round"."""
         return count(number, self.noun)
 
-    def describe(self) -> str:
-        """Say what a round is; empty where there are none."""
-        return f"a round is {count(self.steps, 'step')} of each group ({self.method})" if self.method else ""
-
 
 STEP = Unit()

@@ -57,6 +57,7 @@ TICK_SECONDS = 0.1
 _TOLD_AT_A_STOP = (Drained, CheckpointSaved, CheckpointFailed, SavingBeforeLeaving)
 _ANNOUNCED_HERE = (AgentEnded, ReplicaGaveUp, SpareTookOver)
 """Events of the launcher about groups, which it takes in when it writes them."""
+_LAUNCHER_FAILED = "the launcher failed"
 QUIET_SECONDS = 40.0
 """Before the end that --minutes sets: no fault comes any more, so that all groups are back when it is time to leave."""
 
@@ -120,7 +121,7 @@ class LocalRun:
         """
         self._tail = EventTail(self.plan.paths.events)
         self.view = LaunchView(self.status, self.plan.paths.launch_log)
-        code, reason = 1, "the launcher failed"
+        code, reason = 1, _LAUNCHER_FAILED
         try:
             code, reason = self._run()
         finally:
@@ -130,7 +131,10 @@ class LocalRun:
                 code, reason = self._judge_leaving()
             stopped = self.stop.signum if self.stop and code == self.stop.status else None
             signal_name = None if stopped is None else stopped.name
-            self._events.emit(LaunchFinished(code=code, reason=reason, signal=signal_name))
+            # Else a view would name the last death of a group, from which that group had long come back.
+            own_failure = reason in (_LAUNCHER_FAILED, self._lighthouse.failure) or None
+            end = LaunchFinished(code=code, reason=reason, signal=signal_name, own_failure=own_failure)
+            self._events.emit(end)
             self._refresh()  # a terminal's last picture would be of a run that goes on
             self._events.close()
             self._lighthouse.close()

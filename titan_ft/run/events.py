@@ -748,6 +748,8 @@ class LaunchFinished(LaunchEvent, kw_only=True):
     code: int  # its exit status; 130 (Ctrl-C), 143 (SIGTERM), 129 (SIGHUP) where somebody stopped the run
     reason: str  # in words
     signal: str | None = None  # SIGINT (Ctrl-C), SIGTERM or SIGHUP, if that stopped the run: nothing has failed then
+    # true where the launch itself failed, as when no lighthouse could be kept, and none of its groups
+    own_failure: bool | None = None
 
 
 class LighthouseStarted(LaunchEvent, kw_only=True):
