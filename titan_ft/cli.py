@@ -228,23 +228,34 @@ def _report(command: Report) -> int:
     from titan_ft.history.terminal import show
     from titan_ft.run.paths import RunPaths
 
+    if command.other is not None and command.against is not None:
+        raise ConfigError(f"--against must not come with a second run, got {command.against}; it is the same")
+    other = command.other or command.against
     check_folder("RUN_DIR", command.run_dir)
-    if command.against is not None:
-        check_folder("--against", command.against)
+    if other is not None:
+        check_folder("RUN_DIR2", other)
     try:
         record = _read(command.run_dir)
-        against = None if command.against is None else _read(command.against)
+        second = None if other is None else _read(other)
     except ConfigError:
         raise
     except ValueError as error:
         print(f"titan-ft report: {error}", file=sys.stderr)
         return 1
     if command.json:
-        print(json.dumps(report_figures(record, against), indent=2))
+        figures = report_figures(record, second)
+        print(json.dumps(figures if second is None else figures | {"other": report_figures(second)}, indent=2))
         return 0
-    show(summary_table(summarize(record)))
     folder = command.out or RunPaths(command.run_dir).report
-    page = write_report(record, folder, against, command.run_dir)
+    if second is not None and other is not None:
+        from titan_ft.history.report.compare import compare_table, name_runs, write_comparison
+
+        names = name_runs([command.run_dir, other])
+        show(compare_table([record, second], names))
+        page = write_comparison([record, second], names, folder)
+    else:
+        show(summary_table(summarize(record)))
+        page = write_report(record, folder, run_dir=command.run_dir)
     print(f"page: {page}")
     return 0
 

@@ -289,15 +289,19 @@ class Curves(_OfRun):
 class Report(_OfRun):
     """Sum up a run: figures on the terminal, a page with plots in RUN_DIR/report (--json: figures only).
 
+    With a second run both are compared: outcomes, figures and their differences, curves over each other.
+
     Example: titan-ft report runs/1
     """
 
+    other: Annotated[tyro.conf.Positional[Path | None], _unset("[RUN_DIR2]", name="run_dir2")] = None
+    """Another run, to compare the first one with."""
     json: Annotated[bool, _FLAG] = False
     """Print the figures as JSON, and write no page."""
     out: Annotated[Path | None, _unset("FOLDER")] = None
-    """Folder of the page (index.html) and its plots; when left out, RUN_DIR/report."""
+    """Folder of the page (index.html, or compare.html of two runs); when left out, RUN_DIR/report."""
     against: Annotated[Path | None, _unset("RUN_DIR")] = None
-    """The --run-dir of a run without failures, to compare the loss curve with."""
+    """The same as a second run."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from tests.history.histories import calm_run, commit, killed_run, say
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report.phases import Phase, add_up, find_phases
 from titan_ft.history.report.style import DETAILS, STATES
+from titan_ft.run.events import Waited
 
 
 def phases(events: list[Any], group: int) -> list[Phase]:
@@ -54,6 +55,17 @@ def test_survivor_waits_because_of_the_killed_group() -> None:
     assert waits
     assert all("because of group 1 (kill_group)" in each.detail for each in waits)
     assert not [each for each in phases(killed_run(), 1) if "because of" in each.detail]
+
+
+def test_commit_says_for_whom_a_group_waited() -> None:
+    """What the commit says comes before what the incidents make likely."""
+    events = killed_run()
+    for event in events:
+        if event.name == "step_committed" and event.step == 4:
+            event.waits = [Waited(slot=1, seconds=1.9, why="lost")]
+    waits = [each for each in phases(events, 0) if each.state == "waiting"]
+    assert waits
+    assert all(each.detail.endswith("for group 1 (lost)") for each in waits)
 
 
 def test_exchange_far_beyond_the_usual_is_waiting() -> None:

@@ -10,7 +10,7 @@ one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from statistics import fmean, median
 from typing import Literal
@@ -19,7 +19,7 @@ from titan_ft.history.goodput import goodput
 from titan_ft.history.record import Point, RunRecord
 from titan_ft.history.report.facts import Recovery, find_recoveries
 from titan_ft.history.report.layers import CROSS, MEDIAN, Axis, Band, Bars, Boxes, Chart, Layer, Line, Marks, Rules
-from titan_ft.history.report.phases import add_up, find_phases, time_in_states
+from titan_ft.history.report.phases import TimeInState, add_up, find_phases, time_in_states
 from titan_ft.history.report.style import ACCENT, MIDDLE, STATES, categories, category, state_order
 from titan_ft.history.report.thinning import thin_rows
 from titan_ft.history.report.words import duration
@@ -281,24 +281,34 @@ def step_times(seconds: Iterable[float], noun: str = "step") -> Chart | None:
     values = sorted(value for value in seconds if value > 0)
     if not values:
         return None
-    low, high = values[0] * 0.9, values[-1] * 1.1
-    bins = min(44, 6 + int(2 * len(values) ** 0.5))
-    edges = [low * (high / low) ** (i / bins) for i in range(bins + 1)]
-    counts, place = [0] * bins, 0
-    for value in values:
-        while place < bins - 1 and value >= edges[place + 1]:
-            place += 1
-        counts[place] += 1
-    between = zip(pairwise(edges), counts, strict=True)
-    texts = [f"{duration(left)} to {duration(right)}: {number:,} {noun}s" for (left, right), number in between]
+    edges, across = step_axes(values, noun)
+    counts, texts = step_counts(values, edges, noun)
     middle, most = (values[min(len(values) - 1, int(share * len(values)))] for share in (0.5, 0.99))
     caption = (
         f"{noun.capitalize()}s of all groups by duration: median {duration(middle)}, 99 % within {duration(most)}."
     )
     many = len(values) > 500
     up = Axis(f"{noun}s", "log" if many else "linear", bounds=(0.7, 1.6 * max(counts)) if many else None)
-    across = Axis(f"time of a {noun}", "log", (low, high), log_ticks(low, high))
     return Chart("step-times", f"Time of a {noun}", caption, across, up, [Bars(edges, counts, texts)], wide=False)
+
+
+def step_axes(seconds: Sequence[float], noun: str) -> tuple[list[float], Axis]:
+    """Return the edges of the columns that times of steps are counted in, and the axis below them."""
+    low, high = min(seconds) * 0.9, max(seconds) * 1.1
+    bins = min(44, 6 + int(2 * len(seconds) ** 0.5))
+    edges = [low * (high / low) ** (i / bins) for i in range(bins + 1)]
+    return edges, Axis(f"time of a {noun}", "log", (low, high), log_ticks(low, high))
+
+
+def step_counts(seconds: Iterable[float], edges: Sequence[float], noun: str) -> tuple[list[int], list[str]]:
+    """Return how many times lie between edges, and what each column says under the pointer."""
+    counts, place = [0] * (len(edges) - 1), 0
+    for value in sorted(seconds):
+        while place < len(counts) - 1 and value >= edges[place + 1]:
+            place += 1
+        counts[place] += 1
+    between = zip(pairwise(edges), counts, strict=True)
+    return counts, [f"{duration(left)} to {duration(right)}: {number:,} {noun}s" for (left, right), number in between]
 
 
 def log_ticks(low: float, high: float, least: str | None = None) -> dict[float, str]:
@@ -317,6 +327,18 @@ def time_spent(record: RunRecord) -> Chart | None:
     rows = {"job": add_up(phase for row in find_phases(record).values() for phase in row)}
     rows |= {f"group {group}": states for group, states in groups.items()}
     boxes: dict[str, list[tuple[float, float, float, str]]] = defaultdict(list)
+    labels = states_bar(rows, boxes)
+    layers = [Boxes(state, *zip(*boxes[state], strict=True)) for state in state_order(set(boxes))]
+    across = Axis("share of the whole time (%)", bounds=(0.0, 100.0))
+    height = 0.6 + (0.3 if len(rows) <= 12 else 0.19) * max(len(rows), 2)
+    caption = "Where the whole time of each group went; the job is their sum. In brackets the share of training."
+    return Chart("goodput", "Time in each state", caption, across, _rows(labels), layers, height)
+
+
+def states_bar(
+    rows: Mapping[str, Mapping[str, TimeInState]], boxes: dict[str, list[tuple[float, float, float, str]]]
+) -> list[str]:
+    """Add to the boxes of each state those of some rows; return the label of each row, with its share of training."""
     labels = []
     for place, (name, states) in enumerate(rows.items()):
         start, total = 0.0, sum(each.num_us for each in states.values()) or 1
@@ -327,8 +349,4 @@ def time_spent(record: RunRecord) -> Chart | None:
             start += share
         trained = states["training"].num_us if "training" in states else 0
         labels.append(f"{name} ({100 * trained / total:.0f} %)")
-    layers = [Boxes(state, *zip(*boxes[state], strict=True)) for state in state_order(set(boxes))]
-    across = Axis("share of the whole time (%)", bounds=(0.0, 100.0))
-    height = 0.6 + (0.3 if len(rows) <= 12 else 0.19) * max(len(rows), 2)
-    caption = "Where the whole time of each group went; the job is their sum. In brackets the share of training."
-    return Chart("goodput", "Time in each state", caption, across, _rows(labels), layers, height)
+    return labels

@@ -8,12 +8,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ft.history.fold import Reason, reason_of
+from titan_ft.history.fold import Reason, RunFold
 from titan_ft.history.logs import find_log
 from titan_ft.history.notes import name_groups
 from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import RunRecord, view
-from titan_ft.run import events as ev
 from titan_ft.run.error_file import kind_of
 from titan_ft.run.excerpt import explain_end, read_end
 
@@ -90,17 +89,15 @@ def find_failed(record: RunRecord) -> list[Failed]:
 
 @view
 def first_ends(record: RunRecord) -> dict[tuple[int, int], Reason]:
-    """Return why each attempt of a group ended by itself, by group and attempt, in order of time.
-
-    Of its ranks the one that its agent named first counts: the others ended because of it.
-    """
-    steps: dict[int, int] = {}
+    """Return why each attempt of a group ended by itself, by group and attempt, in order of time."""
+    fold = RunFold()
     found: dict[tuple[int, int], Reason] = {}
     for event in record.events:
-        if isinstance(event, ev.StepCommitted):
-            steps[event.replica] = event.step
-        if isinstance(event, ev.WorkerExited) and not event.stopped and event.cause is not None:
-            found.setdefault((event.replica, event.attempt), reason_of(event, steps.get(event.replica)))
+        fold.observe(event)
+        group = fold.groups.get(-1 if event.replica is None else event.replica)
+        if group is None or group.reason is None or group.state not in ("died", "given up"):
+            continue
+        found.setdefault((group.slot, group.attempt), group.reason)
     return found
 
 

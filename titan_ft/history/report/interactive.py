@@ -25,7 +25,7 @@ from titan_ft.history.report.layers import (
     Rules,
     rule_opacity,
 )
-from titan_ft.history.report.style import ACCENT, STATES
+from titan_ft.history.report.style import STATES
 
 EPOCH_MS = 946_684_800_000  # the year 2000; a number of two or four digits would be read as a year
 FEW = 100  # points of a curve that are dots as well, and marks that are large
@@ -120,9 +120,9 @@ def _trace(x: Axis, layer: object, *, few: bool) -> dict[str, Any]:
 def _line(x: Axis, layer: Line) -> dict[str, Any]:
     mode = "lines+markers" if len(layer.x) <= FEW and not layer.stairs else "lines"
     trace: dict[str, Any] = {"type": "scatter", "mode": mode, "y": _values(layer.y)}
-    trace["line"] = {"color": ACCENT, "width": 1.6} | ({"shape": "hv"} if layer.stairs else {})
+    trace["line"] = {"color": layer.colour, "width": 1.6} | ({"shape": "hv"} if layer.stairs else {})
     trace |= {"marker": {"size": 4}} if mode != "lines" else {}
-    trace |= {"fill": "tozeroy", "fillcolor": _faint(ACCENT)} if layer.stairs else {}
+    trace |= {"fill": "tozeroy", "fillcolor": _faint(layer.colour)} if layer.stairs else {}
     return trace | {"x": _at(x, layer.x)} | _hover(layer.texts)
 
 
@@ -139,8 +139,8 @@ def _band(x: Axis, layer: Band) -> dict[str, Any]:
         "x": [at for at, _ in outline],
         "y": [value for _, value in outline],
         "fill": "toself",
-        "fillcolor": _faint(ACCENT),
-        "line": {"width": 0.8, "color": _faint(ACCENT)},
+        "fillcolor": _faint(layer.colour),
+        "line": {"width": 0.8, "color": _faint(layer.colour)},
         "hoverinfo": "skip",
     }
 
@@ -158,7 +158,8 @@ def _bars(x: Axis, layer: Bars) -> dict[str, Any]:
     middles = [(left + right) / 2 for left, right in pairwise(edges)]
     widths = [right - left for left, right in pairwise(edges)]
     trace = {"type": "bar", "x": middles, "width": widths, "y": list(layer.counts)}
-    return trace | {"marker": {"color": ACCENT, "line": {"width": 0}}} | _hover(layer.texts)
+    marker = {"color": layer.colour, "line": {"width": 0}} | ({"opacity": 0.6} if layer.name else {})
+    return trace | {"marker": marker} | _hover(layer.texts)
 
 
 def _marks(x: Axis, layer: Marks, *, few: bool) -> dict[str, Any]:

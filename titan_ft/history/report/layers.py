@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_ft.history.report.style import FAULT
+from titan_ft.history.report.style import ACCENT, FAULT
 
 CROSS, MEDIAN = "x-thin-open", "line-ns-open"
 """Plotly's symbols of a missing value and of a median."""
@@ -24,6 +24,9 @@ class Line:
     """What each point says under the pointer."""
     stairs: bool = False
     """Whether a value holds until the next one; the area below it is filled then."""
+    name: str = ""
+    """In the legend; empty for a curve that is alone."""
+    colour: str = ACCENT
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Band:
     x: Sequence[float]
     low: Sequence[float | None]
     high: Sequence[float | None]
+    colour: str = ACCENT
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,10 @@ class Bars:
     """How many values lie between edges; there is one more edge than counts."""
 
     edges: Sequence[float]
-    counts: Sequence[int]
+    counts: Sequence[float]
     texts: Sequence[str]
+    name: str = ""
+    colour: str = ACCENT
 
 
 @dataclass(frozen=True)

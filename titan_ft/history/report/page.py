@@ -27,7 +27,7 @@ from titan_ft.history.report.facts import (
 )
 from titan_ft.history.report.failed import Failed, excerpt, find_failed
 from titan_ft.history.report.interactive import figure
-from titan_ft.history.report.layers import Boxes, Chart, Marks
+from titan_ft.history.report.layers import Bars, Boxes, Chart, Line, Marks
 from titan_ft.history.report.links import Links
 from titan_ft.history.report.ranks import find_odd_ranks
 from titan_ft.history.report.style import GLYPHS, STATES
@@ -166,8 +166,10 @@ def legend(chart: Chart) -> list[list[tuple[str, str, str]]]:
     """Return what the colours and the marks of a chart mean, a line each: the text, its colour and its glyph."""
     states = [STATES[layer.state] for layer in chart.layers if isinstance(layer, Boxes)]
     marks = [layer for layer in chart.layers if isinstance(layer, Marks) and layer.symbol in GLYPHS]
+    named = [layer for layer in chart.layers if isinstance(layer, Line | Bars) and layer.name]
     lines = [
         [(look.label, look.colour, GLYPHS["square"]) for look in states],
+        [(layer.name, layer.colour, GLYPHS["square"]) for layer in named],
         [(mark.name, mark.colour, GLYPHS[mark.symbol]) for mark in marks],
     ]
     return [line for line in lines if line]

@@ -8,14 +8,14 @@
 | waiting | an exchange that is longer, detection, quorum, rebuild, wait_for_groups |
 | recovering | heal, replay |
 | starting | start, and restart from the first event of the new process on |
-| lost | restart before that event, hung, a group that gave up, a group that is lost at the end |
+| lost | restart before that event, hung, a group that gave up, unknown at the end of a group that is lost |
 | ended | idle: finished, left, stopped |
 | unknown | unknown |
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +24,12 @@ from statistics import median
 from titan_ft.history.incidents import Incident, find_incidents
 from titan_ft.history.intervals import Interval
 from titan_ft.history.notes import name_groups
+from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.report.style import DETAILS
 from titan_ft.history.timeline import timeline
+from titan_ft.history.waits import REASONS
+from titan_ft.run.events import StepCommitted
 
 _STATE_OF = {
     "productive": "training",
@@ -77,8 +80,14 @@ class TimeInState:
 @view
 def find_phases(record: RunRecord) -> dict[int, tuple[Phase, ...]]:
     """Return the phases of each group, without gaps, from the job's begin to its end."""
-    rows = timeline(record).groups
-    return {group: tuple(_fold(record, group, row)) for group, row in rows.items()}
+    lost = {group.slot for group in find_outcome(record).lost}
+    found = {}
+    for group, row in timeline(record).groups.items():
+        phases = list(_fold(record, group, row))
+        if group in lost and phases[-1].state == "unknown":
+            phases[-1] = replace(phases[-1], state="lost", detail="lost for good")
+        found[group] = tuple(phases)
+    return found
 
 
 @view
@@ -107,7 +116,7 @@ def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[Ph
         if each.state == "idle" and each.detail == "gave up":
             phase = replace(phase, state="lost", detail="gave up")
         if phase.state == "waiting" and each.state != "wait_for_groups":
-            phase = replace(phase, detail=phase.detail + _because_of(record, group, each))
+            phase = replace(phase, detail=f"{phase.detail}; {_for_whom(record, group, each)}".removesuffix("; "))
         if each.state == "restart":
             yield from _split_restart(phase, begins)
         else:
@@ -127,13 +136,30 @@ def _split_restart(phase: Phase, begins: Sequence[int]) -> Iterator[Phase]:
         yield replace(phase, start_us=begin)
 
 
-def _because_of(record: RunRecord, group: int, interval: Interval) -> str:
-    """Return whom a group waited for in an interval, where an incident of another group explains it."""
+def _for_whom(record: RunRecord, group: int, interval: Interval) -> str:
+    """Return for whom a group waited in an interval, and why; empty if nothing says so.
+
+    The commit that ended the wait says it. Histories without it have the last incident of another group.
+    """
+    commits = _commits_by_group(record).get(group, [])
+    place = bisect_left(commits, interval.end_us / 1e6, key=lambda commit: commit.time)
+    waits = commits[place].waits if place < len(commits) else None
+    if waits:
+        return ", ".join(f"for group {wait.slot} ({REASONS.get(wait.why, wait.why)})" for wait in waits)
     incident = last_incident(record, interval.start_us - 2 * record.usual_step_us, interval.end_us)
     if incident is None or group in incident.replicas:
         return ""
     whom = name_groups(incident.replicas) if incident.replicas else ""
-    return f"; because of {whom} ({incident.fault})" if whom else f"; because of {incident.fault}"
+    return f"because of {whom} ({incident.fault})" if whom else f"because of {incident.fault}"
+
+
+@view
+def _commits_by_group(record: RunRecord) -> dict[int, list[StepCommitted]]:
+    """Return the commits of each group's rank 0, in order of time."""
+    found: dict[int, list[StepCommitted]] = {}
+    for commit in record.commits:
+        found.setdefault(commit.replica, []).append(commit)
+    return found
 
 
 def last_incident(record: RunRecord, since_us: float, until_us: float) -> Incident | None:
