@@ -111,8 +111,16 @@ def test_steps_that_are_lost_are_dropped(tmp_path: Path) -> None:
 def test_second_launch_goes_on(tmp_path: Path) -> None:
     """A resumed run goes on in the same curve at the step behind its checkpoint."""
     write(tmp_path, *(step(n) for n in range(1, 9)))
-    (first,) = tmp_path.iterdir()
-    first.rename(tmp_path / first.name.replace(".tfevents.", ".tfevents.0"))  # as if it were older than this second
+    again = [step(6, name="b" * 12, time=20.0, loss=0.5), step(7, name="c" * 12, parent="b" * 12, time=21.0, loss=0.5)]
+    write(tmp_path, *again)
+    assert read(tmp_path) == [*((n, 10.0 - n) for n in range(1, 6)), (6, 0.5), (7, 0.5)]
+
+
+def test_a_clock_that_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of the second launch is read after that of the first one all the same."""
+    monkeypatch.setattr("titan_ft.run.curve_file.time.time", lambda: 2_000_000_000.0)
+    write(tmp_path, *(step(n) for n in range(1, 9)))
+    monkeypatch.setattr("titan_ft.run.curve_file.time.time", lambda: 1_000_000_000.0)
     again = [step(6, name="b" * 12, time=20.0, loss=0.5), step(7, name="c" * 12, parent="b" * 12, time=21.0, loss=0.5)]
     write(tmp_path, *again)
     assert read(tmp_path) == [*((n, 10.0 - n) for n in range(1, 6)), (6, 0.5), (7, 0.5)]

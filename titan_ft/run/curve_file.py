@@ -74,10 +74,22 @@ class CurveFile:
         return 0 if self._file is None else self._file.close(seconds)
 
     def _open(self) -> FileAppender:
-        # TensorBoard reads the files in the order of their names: these are in order of time.
         where = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
-        path = self._folder / f"{FILE_PREFIX}{int(time.time()):010d}.{where}"
+        path = self._folder / f"{FILE_PREFIX}{self._next_stamp():010d}.{where}"
         return FileAppender(path, self._report_stall, self._report_end)
+
+    def _next_stamp(self) -> int:
+        """Return the seconds with which the name of the next file begins: greater than those of all files before it.
+
+        TensorBoard reads the files in the order of their names. Where a clock had gone back, or two
+        attempts began within one second, an earlier attempt was read last, and its start dropped the
+        later one's steps.
+        """
+        stamps = [
+            path.name.removeprefix(FILE_PREFIX).partition(".")[0] for path in self._folder.glob(f"{FILE_PREFIX}*")
+        ]
+        latest = max((int(stamp) for stamp in stamps if stamp.isdigit()), default=0)
+        return max(int(time.time()), latest + 1)
 
     def _report_stall(self, stall: Stall) -> None:
         reason = f"{self._folder} cannot be written ({stall.reason})"
