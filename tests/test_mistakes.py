@@ -9,18 +9,24 @@ file.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import pytest
 
 from titan_ft.cli import main
 from titan_ft.launch import launch_plan
+from titan_ft.run.events import LaunchFinished, LaunchStarted
+from titan_ft.run.log import EventLog
 
-CONFIG = (Path(__file__).parents[1] / "configs" / "llama3_debug.toml").read_text()
+ROOT = Path(__file__).parents[1]
+CONFIG = (ROOT / "configs" / "llama3_debug.toml").read_text()
 LAUNCH = "launch llama3_debug --replicas 2 --ranks-per-replica 1 --run-dir run"
 MINE = LAUNCH.replace("llama3_debug", "mine.toml")
 
@@ -236,6 +242,24 @@ LAUNCHES = [
         "titan-ft: --run-dir must hold no events of an earlier run, got run; give another folder, remove it, or go on "
         "from its last checkpoint with --resume",
         given="run",
+    ),
+    Mistake(
+        LAUNCH,
+        "titan-ft: --run-dir must not be in use by another launch, got run, where one is going on; wait for its end, "
+        "or give another folder",
+        given="run that is going on",
+    ),
+    Mistake(
+        f"{LAUNCH} --resume",
+        "titan-ft: --run-dir must not be in use by another launch, got run, where one is going on; wait for its end, "
+        "or give another folder",
+        given="run that is going on",
+    ),
+    Mistake(
+        f"{LAUNCH} --dry-run",
+        "titan-ft: --run-dir must not be in use by another launch, got run, where one is going on; wait for its end, "
+        "or give another folder",
+        given="run that is going on",
     ),
     Mistake(
         LAUNCH.replace("--ranks-per-replica 1", "--ranks-per-replica 4"),
@@ -471,7 +495,7 @@ HISTORIES = [
     ),
     Mistake(
         "top run --once",
-        "titan-ft top: run has no events (events/*.jsonl)",
+        "titan-ft top: nothing has started yet: run has no events (events/*.jsonl)",
         status=1,
         given="empty folder",
     ),
@@ -504,6 +528,24 @@ def _modules() -> None:
         Path(f"{name}.py").write_text(text)
 
 
+_LOCKS: list[TextIO] = []
+"""What holds the folder of a run, as its launcher does."""
+
+
+def _going_on() -> None:
+    GIVEN["run"]()
+    held = Path("run/config.toml").open("w", encoding="utf-8")  # noqa: SIM115
+    fcntl.flock(held, fcntl.LOCK_EX)
+    _LOCKS.append(held)
+
+
+@pytest.fixture(autouse=True)
+def locks() -> Iterator[None]:
+    yield
+    while _LOCKS:
+        _LOCKS.pop().close()
+
+
 GIVEN: dict[str, Callable[[], None]] = {
     "": lambda: None,
     "empty folder": lambda: Path("run").mkdir(),
@@ -512,6 +554,7 @@ GIVEN: dict[str, Callable[[], None]] = {
     "folder for a file": lambda: Path("run/events/a.jsonl").mkdir(parents=True),
     "two GPUs": lambda: None,
     "modules": _modules,
+    "run that is going on": _going_on,
 }
 
 
@@ -562,3 +605,55 @@ def test_groups_that_share_gpus_are_told(
     monkeypatch.setattr(launch_plan, "num_gpus", lambda: 1)
     assert main([*LAUNCH.split(), "--dry-run"]) == 0
     assert capsys.readouterr().err == "titan-ft: 2 groups x 1 ranks share the 1 GPUs of this host, and their memory\n"
+
+
+def test_wandb_that_is_missing_is_said_by_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything starts; torchtitan says it in the log of each rank."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch_plan, "find_spec", lambda name: None)
+    assert main([*LAUNCH.split(), "--dry-run", "--", "--metrics.enable_wandb"]) == 0
+    assert capsys.readouterr().err == (
+        "titan-ft: metrics.enable_wandb is true and wandb is not installed: nothing is written for W&B; pip install "
+        "wandb, or set it to false\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["check", "top", "report"])
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_an_output_that_lacks_characters(command: str, encoding: str, tmp_path: Path) -> None:
+    """They are replaced; it was a traceback, with the status of a check that does not hold."""
+    log = EventLog(tmp_path / "events" / "launcher-1.jsonl")
+    log.emit(LaunchStarted(replicas=1, ranks_per_replica=1, spares=0, job_id="a"))
+    log.emit(LaunchFinished(code=1, reason="RuntimeError: \u2192 \u96fb"))
+    log.close()
+    ended = subprocess.run(
+        [sys.executable, "-m", "titan_ft", command, str(tmp_path)],
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.stderr == b""
+    assert b"RuntimeError: ? ?" in ended.stdout
+
+
+def test_a_worker_that_nobody_has_started(tmp_path: Path) -> None:
+    """One line at once, before torch is imported; it was a KeyError after half a minute."""
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "titan_ft.train", "--job.config_file=a.toml"],
+        env={**{name: value for name, value in os.environ.items() if name != "RANK"}, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("import time:")]
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert lines == [
+        "titan_ft: python -m titan_ft.train must be started by titan-ft launch, titan-ft group or torchrun, got no "
+        "RANK in the environment; for one process: torchrun --nproc-per-node 1 -m titan_ft.train ..."
+    ]
+    assert "| torch\n" not in ended.stderr

@@ -28,7 +28,7 @@ from titan_ft.options import (
     Top,
 )
 from titan_ft.run.appender import DISK_ERRNOS
-from titan_ft.run.output import protect_output
+from titan_ft.run.output import protect_output, replace_unprintable
 
 if TYPE_CHECKING:
     from titan_ft.history.record import RunRecord
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config, 130 Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    replace_unprintable()
     try:
         try:
             return _run(argv)

@@ -141,7 +141,22 @@ def preload(args: Sequence[str]) -> None:
         versions()
 
 
+def _check_environment(args: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Check that torchrun, or an agent, has started this process.
+
+    Raises:
+        ConfigError: a person has.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing and not {"-h", "--help"} & set(args):
+        raise ConfigError(
+            "python -m titan_ft.train must be started by titan-ft launch, titan-ft group or torchrun, got no "
+            f"{missing[0]} in the environment; for one process: torchrun --nproc-per-node 1 -m titan_ft.train ..."
+        )
+
+
 def _run(args: list[str], environ: Mapping[str, str]) -> int:
+    _check_environment(args, environ)
     job_config = read_config(*args)
     import torchtitan.train
 

@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ from titan_ft.live.metrics import split_address
 from titan_ft.options import Launch, LighthouseSettings
 from titan_ft.round_settings import ROUND_JOIN_TIMEOUT_MS
 from titan_ft.run.events import LaunchStarted
-from titan_ft.run.held import hold
+from titan_ft.run.held import hold, is_held
 from titan_ft.run.paths import JOB_CURVE, RunPaths
 from titan_ft.run.tail import EventTail
 from titan_ft.training.divisions import DEGREES, check_ranks
@@ -141,6 +142,13 @@ class LaunchPlan:
         # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
         self.job_id = table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
         self.job_curve = self._find_job_curve(values)
+        if _is_enabled("metrics.enable_wandb", values, self.worker_args) and find_spec("wandb") is None:
+            # torchtitan trains on without; only the log of a rank said so.
+            self.notes.append(
+                "metrics.enable_wandb is true and wandb is not installed: nothing is written for W&B; pip install "
+                "wandb, or set it to false"
+            )
+        self.check_not_in_use()
         self._replaces_failed_start = not options.resume and is_failed_start(self.paths)
         if options.resume:
             self._check_resume(values)
@@ -338,11 +346,23 @@ class LaunchPlan:
             raise self._unwritable(error) from error
         with held:
             if not hold(held):
-                raise ConfigError(
-                    f"--run-dir must not be in use by another launch, got {self.options.run_dir}, where one is going "
-                    "on; wait for its end, or give another folder"
-                )
+                raise self._in_use()
             yield
+
+    def check_not_in_use(self) -> None:
+        """Refuse a folder in which another launch is going on, before any advice to remove it.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if is_held(self.paths):
+            raise self._in_use()
+
+    def _in_use(self) -> ConfigError:
+        return ConfigError(
+            f"--run-dir must not be in use by another launch, got {self.options.run_dir}, where one is going on; wait "
+            "for its end, or give another folder"
+        )
 
     def _unwritable(self, error: OSError) -> ConfigError:
         return unwritable("--run-dir", self.options.run_dir, error)

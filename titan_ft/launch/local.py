@@ -469,6 +469,7 @@ def launch(plan: LaunchPlan) -> int:
     # nohup has SIGHUP ignored
     others = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) != signal.SIG_IGN]
     stop = StopRequests(signal.SIGINT, *others)
+    plan.check_not_in_use()  # again: the check of the config takes seconds
     run = LocalRun(plan, stop)
     try:
         run.check()

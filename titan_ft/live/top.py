@@ -75,7 +75,7 @@ def top(run_dir: Path, *, once: bool = False) -> int:
     console = Console(highlight=False, markup=False, emoji=False)
     live = console.is_terminal and not console.is_dumb_terminal and not once
     if not live and run.status.started is None:
-        print(f"titan-ft top: {run_dir} has no events (events/*.jsonl)", file=sys.stderr)
+        print(f"titan-ft top: nothing has started yet: {run_dir} has no events (events/*.jsonl)", file=sys.stderr)
         return 1
     if live and not run.status.end and not _watch(run, console):
         return 0

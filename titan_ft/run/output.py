@@ -23,6 +23,16 @@ WAITING_BYTES = 2**20
 """Memory for what is printed and cannot be written; beyond it lines are lost, and counted."""
 
 
+def replace_unprintable() -> None:
+    """Print a sign in the place of a character that the output's encoding does not have.
+
+    In a Latin-1 or ASCII locale `titan-ft check` ended with a UnicodeEncodeError and the status of "does not hold".
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
 def protect_output() -> None:
     """Let what this process prints wait in memory while the disk is full; see `Appender`.
 
@@ -74,7 +84,7 @@ def _wrap(stream: Any, raw: io.RawIOBase) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         raw,  # type: ignore[arg-type]  # as for python -u: there is no buffer below
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="replace" if stream.errors == "strict" else stream.errors,
         line_buffering=True,
     )
 
