@@ -350,8 +350,10 @@ class Seat:
         return now + seconds
 
     def _unreachable(self, what: str, seconds: float, error: BaseException, url: str = "") -> LighthouseError:
+        # Three hundred characters of Rust, which say no more than the line; they are in the log.
+        logger.warning("the lighthouse did not answer: %s", error)
         return LighthouseError(
             f"the lighthouse at {url or self._lighthouse} did not answer within fault_tolerance.{what}_timeout_seconds "
-            f"({seconds:g} s): {error}; check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "
+            f"({seconds:g} s); check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "
             "name it"
         )
