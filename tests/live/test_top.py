@@ -449,7 +449,10 @@ def test_one_snapshot_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
 def test_folder_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal there is nothing to wait for: one line, status 1."""
     assert top(tmp_path, once=True) == 1
-    assert capsys.readouterr() == ("", f"titan-ft top: {tmp_path} has no events (events/*.jsonl)\n")
+    assert capsys.readouterr() == (
+        "",
+        f"titan-ft top: nothing has started yet: {tmp_path} has no events (events/*.jsonl)\n",
+    )
 
 
 def test_folder_that_is_not_there(tmp_path: Path) -> None:
