@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from titan_ft.history.check import check
 from titan_ft.history.fold import fold_events
 from titan_ft.history.outcome import Outcome, decide_outcome, find_outcome
 from titan_ft.history.record import RunRecord
 from titan_ft.history.terminal import headline
+from titan_ft.live.run_status import RunStatus
 
 BOOM = {"reason": "rank 0 ended with exit status 1", "signal": None, "code": 1, "error": "RuntimeError: boom"}
 BOOM |= {"where": "mybug.py:15", "log": "logs/replica-1/attempt-0/rank-0.log"}
@@ -43,6 +45,16 @@ def test_finished(good_run: Any) -> None:
     found = outcome(good_run)
     assert (found.kind, found.colour, found.lost, found.reason) == ("finished", "green", (), None)
     assert found.headline == f"Finished at step {good_run.step_number}"
+
+
+def test_a_live_view_says_the_same(good_run: Any) -> None:
+    """`top` folds event by event what `check` and `report` read at once."""
+    status = RunStatus()
+    for event in RunRecord(good_run.events).events:
+        status.observe(event)
+        assert status.outcome.kind == ("finished" if event.name == "launch_finished" else "running")
+    assert status.outcome == outcome(good_run)
+    assert len(status.fold.failures) == 1
 
 
 def test_finished_without_a_group(synthetic_run: Any) -> None:
@@ -109,6 +121,37 @@ def test_groups_without_a_launcher(synthetic_run: Any) -> None:
     found = outcome(run)
     assert found.headline == "Finished at step 40 without group 1, lost since step 7: no event says why"
     assert found.colour == "amber"
+
+
+def test_a_group_that_others_do_not_hear_of(synthetic_run: Any) -> None:
+    """What survivors say makes a group lost, until it is heard of again; one that its agent restarts is not lost."""
+    run = started(synthetic_run, 7)
+    run.steps(20, [0])
+    told = {"slot": 1, "seconds": 20.0, "step": 27, "last_step": 7}
+    run.of("group_lost", 0, **told)
+    found = outcome(run, goes_on=True)
+    why = "group 1, lost since step 7: not heard of for 20 s"
+    assert (found.headline, found.colour) == (f"Running: at step 27 of 40 without {why}", "amber")
+    events = list(run.events)
+    run.of("group_back", 0, slot=1, seconds=25.0, step=27)
+    assert outcome(run, goes_on=True).lost == ()
+    run.events = events
+    run.of("joined", 1, quorum=2, participants=[0, 1], step=7)  # its own word counts more
+    assert outcome(run, goes_on=True).lost == ()
+    run.restart(1)
+    run.of("group_lost", 0, **told)
+    assert outcome(run, goes_on=True).lost == ()
+    run.steps(30, [0])
+    run.of("ended_without", 0, step=57, slots=[1], seconds=40.0)
+    run.num_groups = 1
+    run.finish()
+    without_launcher(run)
+    why = "group 1, lost since step 7: not heard of for 40 s"
+    assert outcome(run).headline == f"Finished at step 40 without {why}"
+    verdicts = check(RunRecord(run.events))
+    assert (verdicts[8].verdict, why in verdicts[8].notes) == ("holds", True)
+    run.of("came_too_late", 1, step=57)
+    assert outcome(run).headline == "Finished at step 40"
 
 
 def test_groups_that_left(synthetic_run: Any) -> None:

@@ -367,10 +367,11 @@ def test_launcher_shows_what_top_shows() -> None:
 
 
 def test_run_that_is_over() -> None:
-    """The launcher's end stands in the head, with the time up to it."""
+    """The outcome stands in the head, as `check` and `report` have it, with the time up to the end."""
     run = story()
     run.observe(event("launch_finished", None, None, 65.0, code=1, reason="1 of 4 groups failed: 1"))
-    assert shown(run, now=9999.0)[1] == "over after 1:05: 1 of 4 groups failed: 1 (exit status 1); 4 groups x 2 ranks"
+    text = "Failed at step 31: killed by SIGABRT, rank 0 of group 1; over after 1:05; 4 groups x 2 ranks"
+    assert shown(run, now=9999.0, width=120)[1] == text
 
 
 def test_silence_is_told() -> None:

@@ -33,6 +33,8 @@ GroupState = Literal["not started", "starting", "training", "died", "given up", 
 ENDED: tuple[GroupState, ...] = ("left", "finished")
 """A group in one of these states ended in order."""
 MAX_STATES_REMEMBERED = 4096
+START_SECONDS = 300.0
+"""A group that starts may be silent for so long: it imports, builds the model, waits for a file server."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class GroupFold:
     """Why its last attempt that failed did; None once the group contributes again."""
     last_end: Reason | None = None
     """The same, and kept when the group contributes again."""
+    silence: Reason | None = None
+    """What another group said last of this one, where it was not heard of; None once it is heard of again."""
     num_ends: int = 0
     """Attempts that failed since it last contributed to a step."""
     left_because: str = ""
@@ -151,13 +155,15 @@ class RunFold:
             case ev.LaunchFinished():
                 self.launch_end = event
         self.last = max(self.last, event.time)
+        if isinstance(event, ev.GroupLost | ev.GroupBack | ev.EndedWithout):
+            self._take_silence(event)
         if event.replica is None or isinstance(event, ev.FaultEvent):
             return
         self._add_groups(event.replica, event)
         group = self.groups[event.replica]
         if (event.attempt or 0) < group.attempt:
             return
-        group.last = max(group.last, event.time)
+        group.last, group.silence = max(group.last, event.time), None
         if isinstance(event, ev.GroupEvent):
             self._take_event_of_agent(group, event)
         else:
@@ -171,6 +177,25 @@ class RunFold:
             self.target, self.unit = event.config.steps or None, Unit.of(event.config)
         for missing in sorted(found - self.groups.keys()):
             self.groups[missing] = GroupFold(missing)
+
+    def _take_silence(self, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout) -> None:
+        """Take what one group says of others that it does not hear of, or hears of again."""
+        for slot in event.slots if isinstance(event, ev.EndedWithout) else [event.slot]:
+            group = self.groups.get(slot)
+            if group is None:
+                continue
+            group.silence = None
+            ended, starts = group.state in (*ENDED, "given up"), group.state in ("not started", "starting", "died")
+            match event:
+                case ev.GroupBack():
+                    lost = False
+                case ev.GroupLost():
+                    lost = is_silent(event.time - group.last, event.seconds, ended=ended, starts=starts)
+                case ev.EndedWithout():
+                    lost = not ended  # whoever comes now comes too late, and says so itself
+            if lost:
+                text = f"not heard of for {event.seconds:.0f} s"
+                group.silence = Reason(text, slot, None, group.attempt, group.step, time=event.time)
 
     def _take_event_of_agent(self, group: GroupFold, event: ev.GroupEvent) -> None:
         match event:
@@ -282,6 +307,22 @@ class RunFold:
     def ended(self) -> bool:
         """Whether every group ended in order or is given up; False without any group."""
         return bool(self.groups) and all(g.state in (*ENDED, "given up") for g in self.groups.values())
+
+
+def is_silent(quiet_seconds: float, silent_seconds: float, *, ended: bool, starts: bool) -> bool:
+    """Tell whether a group is lost that another group has not heard of for `silent_seconds`.
+
+    The survivor knows neither of an agent that restarts the group nor of an end in order. The group's own events do.
+
+    Args:
+        quiet_seconds: since the group's own last event.
+        ended: whether the group's own events say that it ended.
+        starts: whether it starts, or is to be started again.
+    """
+    if ended:
+        return False
+    # A group that is cut off from the lighthouse writes events, and says itself what it does.
+    return quiet_seconds >= (START_SECONDS if starts else silent_seconds / 2)
 
 
 def fold_events(events: Iterable[ev.Event]) -> RunFold:

@@ -146,7 +146,11 @@ def _find_reasons(fold: RunFold) -> tuple[Reason, ...]:
 
 def _lost_groups(fold: RunFold, kind: Kind) -> list[LostGroup]:
     return [
-        LostGroup(group.slot, None if group.step is None else fold.unit.step_after(group.step), group.reason)
+        LostGroup(
+            group.slot,
+            None if group.step is None else fold.unit.step_after(group.step),
+            group.reason or group.silence,
+        )
         for group in fold.groups.values()
         if _is_lost(fold, group, kind)
     ]
@@ -156,7 +160,7 @@ def _is_lost(fold: RunFold, group: GroupFold, kind: Kind) -> bool:
     """Tell whether a group is gone for good."""
     if group.state in ENDED:
         return False
-    if group.state == "given up":
+    if group.state == "given up" or group.silence is not None:
         return True
     end = fold.launch_end
     if kind == "finished":

@@ -11,7 +11,9 @@ from typing import Any
 
 from titan_ft.history.attempts import InjectedFaults
 from titan_ft.history.checks.judgement import count
+from titan_ft.history.fold import RunFold
 from titan_ft.history.hosts import HostsSoFar
+from titan_ft.history.outcome import Outcome, decide_outcome
 from titan_ft.history.terminal import clock
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.live import status
@@ -106,12 +108,12 @@ class RunStatus:
     def __init__(self, num_replicas: int = 0) -> None:
         self.losses = LossCourse()
         """Of the committed steps, as far as it is known and finite."""
+        self.fold = RunFold()
+        """What became of the groups, and their failures; it begins anew by itself."""
         self._begin(num_replicas)
 
     def _begin(self, num_replicas: int) -> None:
         self.groups = status.initial(num_replicas)
-        self._heard: dict[int, float] = {}
-        """Unix seconds of each group's last event."""
         self.num_ranks = 0
         """Ranks of each group; 0 where there is no launcher."""
         self.steps = CommittedSteps()
@@ -180,6 +182,11 @@ class RunStatus:
         over = states & ended and states <= {*ended, status.LOST}
         return "all groups finished, left, failed or are lost" if over and not self.launched else ""
 
+    @property
+    def outcome(self) -> Outcome:
+        """What became of the run, or is known of it so far: the same that `check` and `report` say."""
+        return decide_outcome(self.fold, goes_on=not self.end)
+
     def observe(self, event: ev.Event) -> str | None:
         """Take the next event; return the line that it becomes for who launched the run, None if it is worth none."""
         if isinstance(event, ev.LaunchStarted):
@@ -191,9 +198,8 @@ class RunStatus:
         self.faults.observe(event)
         self.hosts.observe(event)
         before = self.groups
-        self.groups = status.fold(before, event, self._heard)
-        if event.replica is not None:
-            self._heard[event.replica] = max(event.time, self._heard.get(event.replica, 0.0))
+        self.fold.observe(event)
+        self.groups = status.fold(before, event, {slot: group.last for slot, group in self.fold.groups.items()})
         line = status.describe(before, self.groups, event)
         match event:
             case ev.WorkerStarted() if event.config is not None:

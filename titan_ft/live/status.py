@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from titan_ft.history.fold import is_silent
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.run import events as ev
 
@@ -18,8 +19,6 @@ STOPPED = "stopped"
 LOST = "lost"
 """Not heard of for so long that its host may be gone; its own next event ends it."""
 STATES = (WAITING, STARTING, JOINED, HEALING, TRAINING, LOST, DIED, DRAINING, DRAINED, FINISHED, FAILED, STOPPED)
-START_SECONDS = 300.0
-"""A group that starts may be silent for so long: it imports, builds the model, waits for a file server."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +79,9 @@ def stopped(groups: Groups) -> Groups:
 
 
 def is_lost(state: str, quiet_seconds: float, silent_seconds: float) -> bool:
-    """Tell whether a group is lost that another group has not heard of for `silent_seconds`.
-
-    The survivor knows neither of an agent that restarts the group nor of an end in order. The group's own events do.
-
-    Args:
-        state: of the group, by its own events.
-        quiet_seconds: since its last event.
-    """
-    if state in (DRAINED, FINISHED, FAILED, STOPPED):
-        return False
-    if state in (WAITING, STARTING, DIED):
-        return quiet_seconds >= START_SECONDS
-    # A group that is cut off from the lighthouse writes events, and says itself what it does.
-    return quiet_seconds >= silent_seconds / 2
+    """Tell whether a group in a state is lost; see `is_silent`."""
+    ended, starts = state in (DRAINED, FINISHED, FAILED, STOPPED), state in (WAITING, STARTING, DIED)
+    return is_silent(quiet_seconds, silent_seconds, ended=ended, starts=starts)
 
 
 def fold(groups: Groups, event: ev.Event, heard: Mapping[int, float] | None = None) -> Groups:

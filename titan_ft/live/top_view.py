@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
+_STYLES = {"green": "green", "amber": "yellow", "red": "red"}
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 SILENT_SECONDS = 10.0
 """Without an event for so long, and for two steps, a run that is not over may be stuck, or its launcher killed."""
@@ -98,9 +99,11 @@ def _state(run: RunStatus, now: float) -> Text:
         return _text("no event yet", "yellow")
     what, elapsed = shape(len(run.groups), run.num_ranks), clock(run.elapsed(now))
     if run.end:
-        code = "" if run.code is None else f" (exit status {run.code})"
-        return _text(f"over after {elapsed}: {run.end}{code}; {what}", "red" if run.code else "green")
+        outcome = run.outcome
+        return _text(f"{outcome.headline}; over after {elapsed}; {what}", _STYLES[outcome.colour])
     line = _text(f"running for {elapsed}; {what}")
+    for lost in run.outcome.lost:
+        line.append(f"; without {lost.describe()}", "bold yellow")
     if now - run.last > max(SILENT_SECONDS, 2 * run.usual_seconds):
         line.append(f"; no event for {clock(now - run.last)}", "bold yellow")
     if run.num_cut:
