@@ -28,10 +28,10 @@ RECORD = RunRecord(
         exited(102.0, 1, 0, "KeyError: 'nope' of pid 4711"),
         exited(103.0, 0, 1, "LighthouseError: away", transient=True),
         exited(104.0, 1, 1, None, code=None, signal="SIGKILL"),
-        exited(105.5, 1, 2, "KeyError: 'nope' of pid 3"),
+        exited(105.5, 1, 2, "KeyError: 'nope' of pid 3", where="mybug.py:15"),
     ]
 )
-NOPE = "KeyError: 'nope' of pid 12 (3 times, groups 0, 1, from 1.0 s to 5.5 s; replica-1.log)"
+NOPE = "KeyError: 'nope' of pid 12 (mybug.py:15; 3 times, groups 0, 1, from 1.0 s to 5.5 s; replica-1.log)"
 AWAY = "LighthouseError: away (1 time, group 0, 3.0 s; replica-0.log)"
 
 

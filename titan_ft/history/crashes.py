@@ -30,14 +30,16 @@ class Crash:
     """Whether it was of a kind that may go by itself, or injected, each time."""
     log: str | None
     """Path of the log that has its last traceback."""
+    where: str = ""
+    """File and line that raised it the last time; empty if unknown."""
 
     def describe(self, start: float) -> str:
         """Return it in one line, with the times since `start`."""
         when = f"{self.first - start:.1f} s"
         if self.count > 1:
             when = f"from {when} to {self.last - start:.1f} s"
-        log = f"; {self.log}" if self.log else ""
-        return f"{self.error} ({count(self.count, 'time')}, {name_groups(self.replicas)}, {when}{log})"
+        parts = [self.where, f"{count(self.count, 'time')}, {name_groups(self.replicas)}, {when}", self.log or ""]
+        return f"{self.error} ({'; '.join(part for part in parts if part)})"
 
 
 @view
@@ -63,6 +65,7 @@ def find_crashes(record: RunRecord) -> list[Crash]:
             last=ends[-1].time,
             transient=all(event.transient for event in ends),
             log=ends[-1].log,
+            where=ends[-1].where or "",
         )
         for ends in found.values()
     ]
