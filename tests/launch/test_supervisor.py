@@ -305,6 +305,14 @@ def test_root_failure() -> None:
     assert root_failure([finished]) is None
 
 
+def test_the_event_of_an_exit_names_the_line() -> None:
+    """Where an exception was raised stands beside it; a kill has no line."""
+    error = WorkerError("RuntimeError: boom", transient=False, time=1.0, where="mybug.py:15")
+    told = WorkerExit(0, 1, 1, error).event(0, disturbed=False, log=Path("rank-0.log"))
+    assert (told.error, told.where, told.log) == ("RuntimeError: boom", "mybug.py:15", "rank-0.log")
+    assert WorkerExit(0, 1, -9).event(0, disturbed=False, log=None).where is None
+
+
 def test_a_peer_of_an_aborted_rank_is_not_the_cause() -> None:
     """Gloo and NCCL abort a rank that lost a peer, and peers of an aborted rank lose it."""
     aborted, crashed = WorkerExit(0, 1, -signal.SIGABRT), WorkerExit(3, 1, -signal.SIGSEGV)
