@@ -199,15 +199,18 @@ def test_failed(synthetic_run: Any) -> None:
 
 def test_lines_for_the_terminal(synthetic_run: Any) -> None:
     """The headline in its colour, the log of its reason, and what else ended groups that are not back, each once."""
-    run = started(synthetic_run, 11, num_groups=3)
+    run = started(synthetic_run, 11, num_groups=4)
     run.exit(0, signal="SIGABRT", reason="rank 0 was killed by SIGABRT")
     run.exit(1, **BOOM)
     run.exit(2, **{**BOOM, "log": "another"})
+    run.exit(3, **{**BOOM, "error": "KeyError: 'x'", "log": "", "transient": True})
     end_launch(run, 1, "all groups end with RuntimeError: boom")
+    assert [reason.slot for reason in outcome(run).reasons] == [1, 3, 0]
     head, *more = headline(outcome(run), "red")
     assert (head.plain, head.style) == (f"\u2717 {outcome(run).headline}", "red")
     assert [line.plain for line in more] == [
         "  see logs/replica-1/attempt-0/rank-0.log",
+        "  not back: KeyError: 'x', rank 0 of group 3, mybug.py:15",
         "  not back: killed by SIGABRT, rank 0 of group 0",
     ]
 

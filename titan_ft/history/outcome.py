@@ -141,7 +141,10 @@ def _find_reasons(fold: RunFold) -> tuple[Reason, ...]:
     end = fold.launch_end
     if end is not None and end.code and fold.stopping is None and (end.own_failure or not found):
         found.insert(0, Reason(end.reason, time=end.time))
-    return tuple({kind_of(reason.text): reason for reason in reversed(found)}.values())[::-1]
+    distinct: dict[str, Reason] = {}
+    for reason in found:
+        distinct.setdefault(kind_of(reason.text), reason)
+    return tuple(distinct.values())
 
 
 def _lost_groups(fold: RunFold, kind: Kind) -> list[LostGroup]:
