@@ -216,6 +216,7 @@ def test_torchft_process_groups() -> None:
         for method in ("allreduce", "allgather", "abort", "errored", "set_timeout"):
             assert callable(getattr(process_group, method))
     assert "self._timeout" in inspect.getsource(ProcessGroupGloo._create_pg)
+    assert parameters(ProcessGroupGloo._create_pg) == ["self", "store", "rank", "world_size"]
 
 
 def test_fsdp_calls_post_accumulate_hooks_on_sharded_parameters() -> None:

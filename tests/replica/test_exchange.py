@@ -1017,7 +1017,7 @@ def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
 def flights(ring: Ring, number: int, timeout_seconds: float = DEADLINE) -> tuple[list[_Flight], list[BreakableGloo]]:
     """Return flights of ranks that know each other, to make single operations in, and their process groups."""
     ranks = [ring.rank() for _ in range(number)]
-    groups = [BreakableGloo(timeout=timedelta(seconds=DEADLINE)) for _ in ranks]
+    groups = [BreakableGloo(timedelta(seconds=DEADLINE)) for _ in ranks]
     for rank, group in zip(ranks, groups, strict=True):
         rank.seat.process_group, rank.seat.timeout = group, timedelta(seconds=timeout_seconds)
     ring.meet(*ranks)

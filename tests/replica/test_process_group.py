@@ -26,7 +26,6 @@ import pytest
 import torch
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]  # it is one of its exports
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
-from torchft.process_group import ProcessGroupGloo
 
 from titan_ft.replica.process_group import BreakableGloo, _Operation
 from titan_ft.run.process import borrowed_socket, own_sockets
@@ -88,13 +87,13 @@ class Opened:
 def open_meanwhile() -> list[Opened]:
     """Let sockets be opened in every process group's making; returns the list that they come into."""
     opened: list[Opened] = []
-    make = ProcessGroupGloo._create_pg
+    make = BreakableGloo._connect
 
-    def open_and_make(self: ProcessGroupGloo, *args: Any) -> Any:
+    def open_and_make(self: BreakableGloo, *args: Any) -> Any:
         opened.append(Opened())
         return make(self, *args)
 
-    ProcessGroupGloo._create_pg = open_and_make
+    BreakableGloo._connect = open_and_make  # type: ignore[method-assign]
     return opened
 
 
@@ -148,6 +147,21 @@ def shrink_send_buffers() -> None:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the system makes the least of it that it allows
 
 
+def host_of(rank: int) -> str:
+    """Return a rank's own address of this host."""
+    return f"127.0.0.{2 + rank}"
+
+
+def find_hosts(links: list[tuple[int, int]]) -> list[str]:
+    """Return the addresses of both ends of connections of this process."""
+    hosts = set()
+    for descriptor, inode in links:
+        with borrowed_socket(descriptor, inode) as each:
+            assert each is not None
+            hosts |= {each.getsockname()[0], each.getpeername()[0]}
+    return sorted(hosts)
+
+
 def wait_received(octets: int) -> None:
     """Wait until a connection of this process has got so many bytes."""
     deadline = time.monotonic() + DEADLINE
@@ -178,13 +192,14 @@ def be_rank(order: dict[str, Any]) -> None:
         waits.wait([f"{name}/{rank}/{what}"], TIMEOUT)
 
     opened, collective = open_meanwhile(), COLLECTIVES[order["collective"]]
-    group = BreakableGloo(timeout=TIMEOUT)
+    group = BreakableGloo(TIMEOUT, host_of(rank))
     group.configure(f"127.0.0.1:{order['port']}/{name}", "r", rank, order["ranks"])
     tell("first", collective(group))
     if rank == order["sender"]:
         shrink_send_buffers()
     wait("again")
     tell("links", len(group._links))
+    tell("hosts", find_hosts(group._links))
     kept = group._pg  # else its listener is closed, as it should be
     listeners = listening()
     reducing = threading.Thread(target=lambda: tell("second", collective(group, order["elements"])), daemon=True)
@@ -321,6 +336,15 @@ def ranks(nursery: subprocess.Popen[str], request: pytest.FixtureRequest) -> Ite
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+def test_connections_are_between_the_addresses_that_the_groups_name(ranks: Ranks) -> None:
+    """Not those that a host's own name is resolved to, a loopback on many: another host would not reach it."""
+    ranks.start(3)
+    for rank in range(3):
+        ranks.tell(rank, "again")
+    hosts = {host for rank in range(3) for host in ranks.hear(rank, "hosts")}
+    assert hosts >= {host_of(0), host_of(1)}  # which listen; the last one connects to them
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

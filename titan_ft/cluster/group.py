@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +18,10 @@ from titan_ft.cluster import slurm_env
 from titan_ft.config import LIGHTHOUSE_VARIABLE, TABLE, ConfigError, check_lighthouse, load_toml
 from titan_ft.data.assets import find_config
 from titan_ft.live.group_metrics import PORT_ENV
+from titan_ft.live.metrics import LOOPBACK
 from titan_ft.live.metrics import split_address as split_metrics_address
 from titan_ft.options import Group
-from titan_ft.run.address import split_address
+from titan_ft.run.address import ALL_HOSTS, find_own_address, find_source_address, split_address
 
 TOKEN_ENV = "TITAN_FT_TOKEN"
 
@@ -69,6 +72,7 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
         *(sys.executable, "-m", "titan_ft.launch.torchrun"),
         *(f"--nnodes={nodes}", f"--nproc-per-node={ranks_per_node}"),
         *_rendezvous_flags(rendezvous, replica, environ),
+        f"--local-addr={_find_local_address(rendezvous)}",
         f"--max-restarts={options.max_restarts}",
         *("-m", "titan_ft.train"),
         f"--job.config_file={config.absolute()}",
@@ -245,6 +249,22 @@ def _rendezvous_flags(rendezvous: str, replica: int, environ: Mapping[str, str])
         f"--rdzv-endpoint={rendezvous}",
         f"--rdzv-id=titan_ft-{job}-{restarts}-{replica}",
     ]
+
+
+def _find_local_address(rendezvous: str) -> str:
+    """Return the numeric address at which the ranks of the group reach this node.
+
+    torchrun would take the host's own name. Where that is not resolved, or is resolved to an address of another
+    network, the workers wait for the group's store without end.
+    """
+    if not rendezvous:
+        return LOOPBACK
+    with contextlib.suppress(OSError):
+        found = find_source_address(*split_address(rendezvous))
+        # /etc/hosts of many a distribution has the host's own name beside a loopback address.
+        if not ipaddress.ip_address(found).is_loopback or is_loopback(rendezvous):
+            return found
+    return find_own_address(ALL_HOSTS[socket.AF_INET6])
 
 
 def _environment(options: Group, lighthouse: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -49,10 +49,14 @@ _TCP_INFO_CARRIED = 120  # offset in struct tcp_info, of linux/tcp.h: bytes ackn
 _ABORT_SECONDS = 2.0  # that a new communicator waits for the abort of the one before
 
 
-def build_process_group(backend: str, timeout: timedelta) -> ProcessGroup:
-    """Build the process group of a backend, "gloo" or "nccl"; it has no members until it is configured."""
+def build_process_group(backend: str, timeout: timedelta, host: str = "") -> ProcessGroup:
+    """Build the process group of a backend, "gloo" or "nccl"; it has no members until it is configured.
+
+    Args:
+        host: numeric address of this host at which the other groups reach it; empty leaves that to Gloo.
+    """
     logging.getLogger("torchft_errors").setLevel(logging.WARNING)  # an empty line at every abort, for telemetry only
-    return BreakableGloo(timeout=timeout) if backend == "gloo" else AbortableNccl(timeout=timeout)
+    return BreakableGloo(timeout, host) if backend == "gloo" else AbortableNccl(timeout=timeout)
 
 
 class _Operation:
@@ -84,19 +88,43 @@ class _Operation:
 
 
 class BreakableGloo(ProcessGroupGloo):
-    """A reconfigurable Gloo process group whose `abort` ends operations that wait for a peer, and waits for none."""
+    """A reconfigurable Gloo process group whose `abort` ends operations that wait for a peer, and waits for none.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    Args:
+        timeout: of its operations.
+        host: see `build_process_group`. The variable GLOO_SOCKET_IFNAME, which names interfaces, wins.
+    """
+
+    def __init__(self, timeout: timedelta, host: str = "") -> None:
+        super().__init__(timeout=timeout)
+        self._host = "" if os.environ.get("GLOO_SOCKET_IFNAME") else host
         self._links: list[tuple[int, int]] = []  # descriptor and inode of the connections to the other members
         self._aborted = threading.Event()  # of the process group in force
 
-    def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
         before, self._aborted = set(own_sockets()), threading.Event()
         try:
-            return super()._create_pg(*args, **kwargs)
+            return self._connect(store, rank, world_size)
         finally:
             self._links = [link for link in own_sockets() if link not in before and _is_gloo(*link)]
+
+    def _connect(self, store: Any, rank: int, world_size: int) -> Any:
+        if not self._host:
+            return super()._create_pg(store, rank, world_size)
+        # As torchft builds it, but at an address of our choice. By itself Gloo listens at what this host's own name is
+        # resolved to: a loopback address where /etc/hosts says so, as Debian's does, or where nothing does. No group
+        # on another host reaches that.
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stub
+        options._timeout = self._timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+        backend._set_sequence_number_for_group()
+        kind = dist.ProcessGroup.BackendType.GLOO
+        group = dist.ProcessGroup(store, rank, world_size)
+        group._set_default_backend(kind)
+        for name in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            group._register_backend(torch.device(name), kind, backend)
+        return group
 
     def abort(self, errored: bool = True) -> None:
         """Break off all operations and drop the process group; not `errored`: drop it, nothing is under way."""

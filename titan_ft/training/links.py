@@ -124,7 +124,7 @@ class Links:
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         return Membership(
             config,
-            process_group=build_process_group(config.process_group, timeout),
+            process_group=build_process_group(config.process_group, timeout, host),
             lighthouse=launch.lighthouse,
             host=host,
             group_rank=launch.rank,
