@@ -34,6 +34,7 @@ _PARSERS = {"scripts/explore.sh": "tests/simulation/explore.py", "scripts/bench.
 _RENAMED = {
     "scripts/lighthouse.sh": "lighthouse",
     "scripts/replica_group.sh": "group",
+    "slurm/submit.sh": "slurm submit",
 }
 _SOURCES = ("titan_ft", "tests", "scripts", "benchmarks", "kubernetes", "slurm")
 _WORD = r"[A-Za-z_]\w*"

@@ -25,6 +25,7 @@ from titan_ft.options import (
     Logs,
     Report,
     ShowConfig,
+    SlurmSubmit,
     Top,
 )
 from titan_ft.run.appender import DISK_ERRNOS
@@ -79,7 +80,10 @@ def _run(argv: list[str]) -> int:
         case ["-h" | "--help"] | ["help"]:
             print(describe_commands())
             return 0
-        case ["help", *named] | [*named, "-h" | "--help"] if is_command_group(named):
+        case [*named] if is_command_group(named):
+            print(describe_commands(" ".join(named)), file=sys.stderr)
+            return 2
+        case ["help", *named] | [*named, "-h" | "--help" | "help"] if is_command_group(named):
             print(describe_commands(" ".join(named)))
             return 0
         case ["help", *named]:
@@ -121,6 +125,10 @@ def _run(argv: list[str]) -> int:
             from titan_ft.cluster.group import run_group
 
             return run_group(command, worker_args)
+        case SlurmSubmit():
+            from titan_ft.cluster.slurm import submit
+
+            return submit(command, worker_args)
         case Completion():
             print(complete(command.shell))
             return 0

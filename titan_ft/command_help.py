@@ -16,7 +16,7 @@ import tyro
 
 from titan_ft import versions
 from titan_ft.config import ConfigError, closest
-from titan_ft.options import COMMANDS, TAKES_FLAGS
+from titan_ft.options import COMMANDS, OPTIONS_OF_OPTIONS, TAKES_FLAGS
 from titan_ft.usage import example_of, find_mistake, read_options, refusing
 
 _WIDTH = 80
@@ -31,7 +31,7 @@ def parse(argv: Sequence[str]) -> Any:
     """
     name, args = _split_name(argv)
     command = COMMANDS[name]
-    args = _place_config(command, args)
+    args = _join_values(_place_config(command, args))
 
     def unknown(option: str, known: list[str]) -> str:
         if "." in option and issubclass(command, TAKES_FLAGS):
@@ -90,6 +90,17 @@ def _place_config(command: type, args: list[str]) -> list[str]:
     return args
 
 
+def _join_values(args: list[str]) -> list[str]:
+    """Write an option whose value begins with --, as that of sbatch does, as --option=value."""
+    joined: list[str] = []
+    for word in args:
+        if joined and joined[-1] in OPTIONS_OF_OPTIONS:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def describe_commands(group: str = "") -> str:
     """Return the help of `titan-ft`, or of a group of its commands."""
     names = _names(group) if group else list(COMMANDS)
@@ -127,7 +138,8 @@ def complete(shell: str) -> str:
 
 def _union(group: str, names: Sequence[str]) -> Any:
     """Return the commands as tyro knows subcommands: a union of types, in which a group is a union again."""
-    parts: dict[str, Any] = {}
+    # tyro makes no subcommand of a single type; and a group has a help, too.
+    parts: dict[str, Any] = {"help": Annotated[None, tyro.conf.subcommand("help")]} if group else {}
     for name in names:
         first = name.removeprefix(group).lstrip().partition(" ")[0]
         inner = [other for other in names if other.startswith(f"{group}{first} ")]

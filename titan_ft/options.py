@@ -188,6 +188,43 @@ class Group(_OfGroup):
     """Print the command with its environment, and start nothing."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SlurmSubmit(_OfGroup):
+    """Submit a run to Slurm: a lighthouse, and an array with one element for each replica group.
+
+    A group whose node dies is started elsewhere, and heals. The environment of this shell goes along. What follows a --
+    goes to the workers as torchtitan's own flags. The exit status is 0 when all jobs were submitted, 1 when sbatch
+    refused one, which takes back the others, 2 when the usage or the config is wrong.
+
+    Example: titan-ft slurm submit llama3_8b --run-dir /shared/runs/1 --replicas 8 --ranks-per-node 8
+    --group-options "--gpus-per-node=8"
+    """
+
+    replicas: Annotated[int, tyro.conf.arg(metavar="N", aliases=_REPLICAS)]
+    """Number of replica groups."""
+    ranks_per_node: Annotated[int | None, _unset("R", *_RANKS_PER_NODE)] = None
+    """Number of processes on each node: as many as it has GPUs."""
+    ranks_per_replica: Annotated[int | None, _unset("R", *_RANKS_PER_REPLICA)] = None
+    """The same for a whole group: as many processes on all of its nodes together."""
+    nodes: Annotated[int, tyro.conf.arg(metavar="M", aliases=_NODES)] = 1
+    """Number of nodes of each group."""
+    time: Annotated[str, _unset("TIME")] = ""
+    """Time limit of the groups' jobs, as sbatch takes it. Each group leaves in order before, and is requeued; when left
+    out, that of the partition."""
+    standby: Annotated[bool, _FLAG] = False
+    """Submit a second lighthouse, which takes over within seconds when the first one dies with its node."""
+    group_options: Annotated[str, _unset("OPTIONS")] = ""
+    """More options of sbatch for the groups, such as "--partition=gpu --gpus-per-node=8"."""
+    lighthouse_options: Annotated[str, _unset("OPTIONS")] = ""
+    """More options of sbatch for the lighthouses, such as "--partition=cpu --exclusive"."""
+    token_file: Annotated[Path | None, _unset("FILE")] = None
+    """The secret that all groups share, readable by you alone; when left out, it is made, as RUN_DIR/token."""
+    host_deaths: int = 5
+    """A group leaves a host on which workers of the run have died so often; 0: never."""
+    dry_run: Annotated[bool, _FLAG] = False
+    """Print what would be submitted, and leave no files."""
+
+
 @dataclass(frozen=True)
 class Chaos:
     """Break a running job on purpose: one FAULT now, or a whole --plan, until that or the job ends, or Ctrl-C.
@@ -346,8 +383,11 @@ COMMANDS: dict[str, type] = {
     "chaos": Chaos,
     "group": Group,
     "lighthouse": Lighthouse,
+    "slurm submit": SlurmSubmit,
     "completion": Completion,
 }
 """By what is typed after titan-ft, which may be two words."""
-TAKES_FLAGS = (Launch, ShowConfig, Group)
+OPTIONS_OF_OPTIONS = ("--group-options", "--lighthouse-options")
+"""Options whose value is a text of further options, for another program."""
+TAKES_FLAGS = (Launch, ShowConfig, Group, SlurmSubmit)
 """Commands that hand torchtitan's flags, after a --, to workers."""

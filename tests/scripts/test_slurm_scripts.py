@@ -1,15 +1,19 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""slurm/submit.sh, with an sbatch that only notes how it was called; tests/slurm has a real one."""
+"""titan-ft slurm submit, with an sbatch that only notes how it was called; tests/slurm has a real one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from titan_ft.cluster.slurm import BATCH
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "llama3_debug.toml"
@@ -32,7 +36,13 @@ echo $((100 + $(wc -l < {folder}/calls)))
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
     return subprocess.run(
         ["/bin/bash", str(ROOT / "slurm" / "submit.sh"), *options],
-        env={**clean, "PATH": f"{tools}:{os.environ['PATH']}", "REFUSED": refused},
+        env={
+            **clean,
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "REFUSED": refused,
+            "TITAN_FT_PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+        },
         capture_output=True,
         text=True,
         timeout=60,
@@ -47,10 +57,33 @@ def calls(folder: Path) -> list[list[str]]:
     return [shlex.split(line) for line in (folder / "calls").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "slurm").iterdir()))
-def test_scripts_are_valid_bash(script: str) -> None:
+@pytest.mark.parametrize("script", [ROOT / "slurm" / "submit.sh", *sorted(BATCH.iterdir())], ids=lambda path: path.name)
+def test_scripts_are_valid_bash(script: Path) -> None:
     """Each script at least parses."""
-    subprocess.run(["/bin/bash", "-n", str(ROOT / "slurm" / script)], check=True)
+    subprocess.run(["/bin/bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_is_that_of_the_command(tmp_path: Path, option: str) -> None:
+    """The script of the old name has no options of its own."""
+    done = submit(tmp_path, option)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: titan-ft slurm submit")
+
+
+def test_what_differs_in_the_config_is_told_to_the_lighthouse(tmp_path: Path) -> None:
+    """It does not read the config; a round of several steps would be cut short by its usual settings."""
+    config = tmp_path / "mine.toml"
+    config.write_text("[fault_tolerance]\nheartbeat_timeout_ms = 900\nsemi_sync_method = 'diloco'\n")
+    options = ["--config=mine.toml", "--run-dir=run", "--replicas=2", "--ranks-per-replica=4", "--nodes=2", "--dry-run"]
+    with contextlib.chdir(tmp_path):
+        done = submit(tmp_path, *options, "--", "--fault_tolerance.quorum_tick_ms=50")
+    assert done.returncode == 0, done.stderr
+    lighthouse, groups = map(shlex.split, done.stdout.splitlines())
+    assert lighthouse[lighthouse.index(str(tmp_path / "run")) + 1 :] == [
+        *("--heartbeat-timeout-ms", "900", "--quorum-tick-ms", "50", "--join-timeout-ms", str(24 * 3600 * 1000))
+    ]
+    assert groups[groups.index("--ranks-per-node") + 1] == "2"
 
 
 def test_one_command_submits_a_run(tmp_path: Path) -> None:
@@ -72,12 +105,12 @@ def test_one_command_submits_a_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first, second, groups = calls(tmp_path)
     assert first == second
-    assert first[-3:] == [str(ROOT / "slurm" / "lighthouse.sbatch"), str(ROOT), str(run)]
+    assert first[-4:] == [str(BATCH / "lighthouse.sbatch"), str(BATCH), sys.executable, str(run)]
     assert groups[1:7] == [
         *("--dependency=after:101", "--array=0-3", "--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--time=60")
     ]
-    assert groups[groups.index(str(ROOT / "slurm" / "replicas.sbatch")) + 1 :][:6] == [
-        *(str(ROOT), str(run), "--config", str(CONFIG), "--ranks-per-node", "8")
+    assert groups[groups.index(str(BATCH / "replicas.sbatch")) + 1 :][:7] == [
+        *(str(BATCH), sys.executable, str(run), "--config", str(CONFIG), "--ranks-per-node", "8")
     ]
     assert groups[-3:] == ["--no-zygote", "--", "--training.steps=7"]
     assert groups[groups.index("--host-deaths") :][:4] == ["--host-deaths", "5", "--host-window", "600"]
@@ -106,11 +139,12 @@ def test_a_token_of_the_users_is_taken_if_nobody_else_can_read_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--config": "none.toml"}, "--config must be a TOML file, got 'none.toml'"),
-        ({"--groups": "0"}, "--groups must be a whole number, at least 1, got '0'"),
-        ({"--host-window": "0"}, "--host-window must be a whole number, at least 1, got '0'"),
-        ({"--ranks-per-node": "x"}, "--ranks-per-node must be a whole number, at least 1, got 'x'"),
-        ({"--stand-by": "x"}, "no option '--stand-by'"),
+        ({"--config": "none.toml"}, "config must be the path of a TOML file or one of llama3_1b, "),
+        ({"--groups": "0"}, "--replicas must be >= 1, got 0"),
+        ({"--nodes": "0"}, "--nodes must be >= 1, got 0"),
+        ({"--host-window": "0"}, "--host-window must be >= 1, got 0"),
+        ({"--ranks-per-node": "x"}, "--ranks-per-node must be a whole number, got 'x'"),
+        ({"--stand-by": "x"}, "--stand-by is no option of titan-ft slurm submit; did you mean --standby?"),
     ],
 )
 def test_mistakes_are_refused_in_one_line(tmp_path: Path, change: dict[str, str], message: str) -> None:
@@ -134,7 +168,7 @@ def test_a_run_is_submitted_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
     """It prints what would be submitted."""
     done = submit(tmp_path, *full(tmp_path), "--dry-run")
-    assert (done.returncode, done.stderr.count("\n")) == (0, 2)
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 2)
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "calls").exists()
 
@@ -162,7 +196,7 @@ def hasten(folder: Path, reason: str, exclude: str = "", own: str = "(null)") ->
     (folder / "slurm" / "jobs").write_text("7 8\n")
     if exclude:
         (folder / "slurm" / "exclude-7").write_text(exclude)
-    script = f"run_dir={folder}; source {ROOT}/slurm/common.sh; save_own_exclusion 7 7_2; hasten_requeued"
+    script = f"run_dir={folder}; source {BATCH}/common.sh; save_own_exclusion 7 7_2; hasten_requeued"
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     subprocess.run(["/bin/bash", "-c", script], env={**os.environ, "PATH": path}, check=True, timeout=60)
     return noted(folder, "update", "release")
@@ -211,7 +245,7 @@ def end_group(folder: Path, status: int, *, leaving: bool) -> list[str]:
     (folder / "slurm" / "exclude-7").write_text("n5 99999999999\n")
     slurm = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     done = subprocess.run(
-        ["/bin/bash", str(ROOT / "slurm" / "replicas.sbatch"), str(ROOT), str(folder)],
+        ["/bin/bash", str(BATCH / "replicas.sbatch"), str(BATCH), sys.executable, str(folder)],
         env={**os.environ, **slurm, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What happens on a cluster, on a real Slurm: a run that slurm/submit.sh has submitted loses no step and no batch."""
+"""What happens on a real Slurm: a run that titan-ft slurm submit has submitted loses no step and no batch."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ from titan_ft.config import (
 from titan_ft.data.assets import find_config
 from titan_ft.launch.failed_start import is_failed_start, set_aside
 from titan_ft.launch.gpus import num_gpus
-from titan_ft.launch.lighthouse import check_settings
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.launch.resume import (
     Changes,
@@ -44,10 +43,10 @@ from titan_ft.launch.resume import (
     resolve_in_child,
     without_headers,
 )
+from titan_ft.launch.shared_settings import lighthouse_settings, table_overrides
 from titan_ft.launch.supervisor import DEFAULT_MODULE
 from titan_ft.live.metrics import split_address
-from titan_ft.options import Launch, LighthouseSettings
-from titan_ft.round_settings import ROUND_JOIN_TIMEOUT_MS
+from titan_ft.options import Launch
 from titan_ft.run.events import LaunchStarted
 from titan_ft.run.held import hold, is_held
 from titan_ft.run.paths import JOB_CURVE, RunPaths
@@ -59,18 +58,6 @@ if TYPE_CHECKING:
 
 # Config modules whose [fault_tolerance] table is known here; any other may add fields, which its workers check.
 KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
-
-# Fields of the table that concern the launcher too, with the type that a worker's flag for them is read as.
-SHARED_FIELDS: dict[str, type] = {
-    **{setting.name: int for setting in fields(LighthouseSettings)},
-    "min_replica_size": int,
-    "drain_timeout_seconds": float,
-    "lighthouse": str,
-    "events_folder": str,
-    "job_id": str,
-    "process_group": str,
-    "semi_sync_method": str,
-}
 
 # Flags that each group gets from the launcher, with the option that says the same for all of them.
 OWN_FLAGS = {
@@ -130,12 +117,12 @@ class LaunchPlan:
         job = values.get("job")
         if not isinstance(job, Mapping) or job.get("custom_config_module", "") in KNOWN_MODULES:
             check_toml(values)
-        table = {**values.get(TABLE, {}), **_overrides(self.worker_args)}
+        table = {**values.get(TABLE, {}), **table_overrides(self.worker_args)}
         self._check_own(values.get(TABLE, {}))
         self._check_table(table)
         self._check_gpus(table.get("process_group", FaultTolerance.process_group))
         _check_ranks(values, self.worker_args, self.num_replicas, self.num_ranks)
-        self.lighthouse = _lighthouse_settings(table)
+        self.lighthouse = lighthouse_settings(table)
         self.drain_seconds = self._resolve_drain_timeout(table)
         self._sets_load_step = "load_step" in values.get("checkpoint", {})
         self.saves = _is_enabled("checkpoint.enable", values, self.worker_args)
@@ -523,36 +510,3 @@ def _without_flag(name: str, worker_args: Sequence[str]) -> list[str]:
 def _plain_name(name: str) -> str:
     """Return a folder's name as part of a job id, in which torchft and file systems know every character."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-") or "run"
-
-
-def _overrides(worker_args: list[str]) -> dict[str, Any]:
-    """Return the [fault_tolerance] fields that the workers' flags set, of those that concern the launcher too."""
-    found: dict[str, Any] = {}
-    for name, value in read_flags(worker_args):
-        section, _, key = name.partition(".")
-        if section != TABLE or key not in SHARED_FIELDS:
-            continue
-        try:
-            found[key] = SHARED_FIELDS[key](value)
-        except ValueError as error:
-            kind = "a whole number" if SHARED_FIELDS[key] is int else "a number"
-            raise ConfigError(f"--{TABLE}.{key} must be {kind}, got {value!r}; correct it") from error
-    return found
-
-
-def _lighthouse_settings(table: Mapping[str, Any]) -> LighthouseSettings:
-    """Take the lighthouse's settings from the [fault_tolerance] table, where its own defaults stand too."""
-    defaults = FaultTolerance()
-    join_timeout_ms = table.get("join_timeout_ms", defaults.join_timeout_ms)
-    if table.get("semi_sync_method") and join_timeout_ms > 0:
-        join_timeout_ms = max(join_timeout_ms, ROUND_JOIN_TIMEOUT_MS)
-    settings = LighthouseSettings(
-        # Not min_replica_size: the groups count themselves. Where the lighthouse waits for more, the last group that is
-        # left at the end of a run would wait for a quorum for ever.
-        min_replicas=1,
-        heartbeat_timeout_ms=table.get("heartbeat_timeout_ms", defaults.heartbeat_timeout_ms),
-        quorum_tick_ms=table.get("quorum_tick_ms", defaults.quorum_tick_ms),
-        join_timeout_ms=join_timeout_ms,
-    )
-    check_settings(settings)
-    return settings

@@ -44,6 +44,16 @@ def check_settings(settings: LighthouseSettings) -> None:
             raise ConfigError(f"the lighthouse's {field.name} must be > 0, got {value}; the default is {field.default}")
 
 
+def changed_settings(settings: LighthouseSettings) -> list[str]:
+    """Return the options of `titan-ft lighthouse` for the settings that are not its defaults."""
+    changed = []
+    for field in fields(LighthouseSettings):
+        value = getattr(settings, field.name)
+        if value != field.default:
+            changed += [f"--{field.name.replace('_', '-')}", str(value)]
+    return changed
+
+
 def split_bind(bind: str) -> tuple[str, int]:
     """Split HOST:PORT, where HOST is the number of an address of this host; IPv6 in brackets.
 

@@ -1,0 +1,192 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Submit a run to Slurm: a lighthouse, and an array with one element for each replica group."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ft.cluster.group import check_at_least, check_flags, check_restarts, find_ranks_per_node, find_toml
+from titan_ft.config import TABLE, ConfigError, load_toml, unwritable
+from titan_ft.launch.lighthouse import changed_settings
+from titan_ft.launch.shared_settings import lighthouse_settings, table_overrides
+from titan_ft.options import SlurmSubmit
+from titan_ft.run.paths import RunPaths
+
+BATCH = Path(__file__).parent / "batch"
+"""Folder of the batch scripts. Jobs read it when they start, so that it must be on storage that all nodes share."""
+_PRIVATE_MODES = (0o600, 0o400)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is given to sbatch.
+
+    Attributes:
+        lighthouse: arguments of the lighthouse's job, and of that of its standby.
+        groups: arguments of the groups' array, without what it waits for.
+    """
+
+    lighthouse: list[str]
+    groups: list[str]
+
+    def groups_after(self, job: str) -> list[str]:
+        """Return the arguments of the groups' array, which begins when a job has."""
+        return [f"--dependency=after:{job}", *self.groups]
+
+
+def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
+    """Decide what is submitted.
+
+    Args:
+        flags: torchtitan's, for the workers.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    config = find_toml(options.config)
+    check_at_least("--replicas", options.replicas, 1)
+    check_at_least("--nodes", options.nodes, 1)
+    check_restarts(options.max_restarts, options.host_deaths, options.host_window)
+    check_flags(flags)
+    ranks = find_ranks_per_node(options.ranks_per_node, options.ranks_per_replica, options.nodes)
+    if ranks is None:
+        raise ConfigError("--ranks-per-node must be given, got nothing; give as many as a node has GPUs, for example 8")
+    root = options.run_dir.resolve()
+    logs = root / "logs"
+    table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
+    lighthouse = [
+        *shlex.split(options.lighthouse_options),
+        f"--output={logs / 'lighthouse-%j.log'}",
+        *(str(BATCH / "lighthouse.sbatch"), str(BATCH), sys.executable, str(root)),
+        *changed_settings(lighthouse_settings(table)),
+    ]
+    groups = [
+        f"--array=0-{options.replicas - 1}",
+        f"--nodes={options.nodes}",
+        *shlex.split(options.group_options),
+        *([f"--time={options.time}"] if options.time else []),
+        f"--output={logs / 'replica-%a.log'}",
+        *(str(BATCH / "replicas.sbatch"), str(BATCH), sys.executable, str(root)),
+        *("--config", str(config.resolve()), "--ranks-per-node", str(ranks)),
+        *("--max-restarts", str(options.max_restarts)),
+        *("--host-deaths", str(options.host_deaths), "--host-window", str(options.host_window)),
+        *(["--on-host-suspected", options.on_host_suspected] if options.on_host_suspected else []),
+        *(["--no-zygote"] if options.no_zygote else []),
+        *(["--", *flags] if flags else []),
+    ]
+    return Submission(lighthouse, groups)
+
+
+def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
+    """Submit a run, as a whole or not at all; returns 0 if that worked, else 1.
+
+    Raises:
+        ConfigError: an option is wrong, or there is no Slurm.
+    """
+    plan = plan_submission(options, flags)
+    if options.dry_run:
+        for arguments in (*[plan.lighthouse] * (1 + options.standby), plan.groups_after("JOB")):
+            print(shlex.join(["sbatch", *arguments]))
+        return 0
+    if shutil.which("sbatch") is None:
+        raise ConfigError("sbatch must be on the PATH, got no such command; run this where jobs are submitted")
+    root = options.run_dir.resolve()
+    try:
+        _prepare(root, options.token_file)
+    except OSError as error:
+        raise unwritable("--run-dir", options.run_dir, error) from error
+    with ExitStack() as undo:
+        lighthouses: list[str] = []
+        # Lighthouses without groups would wait for them without end.
+        undo.callback(_cancel, lighthouses)
+        for _ in range(1 + options.standby):
+            job = _sbatch(plan.lighthouse)
+            if job is None:
+                return 1
+            lighthouses.append(job)
+        groups = _sbatch(plan.groups_after(lighthouses[0]))
+        if groups is None:
+            return 1
+        undo.pop_all()
+    _announce(root, groups, lighthouses)
+    return 0
+
+
+def _sbatch(arguments: Sequence[str]) -> str | None:
+    """Submit one job; returns its id, or None after sbatch has said on stderr what is wrong."""
+    done = subprocess.run(["sbatch", "--parsable", *arguments], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return None
+    return done.stdout.strip().partition(";")[0]  # the name of the cluster may follow
+
+
+def _cancel(jobs: Sequence[str]) -> None:
+    if jobs:
+        subprocess.run(["scancel", *jobs], check=False)
+
+
+def _prepare(root: Path, token_file: Path | None) -> None:
+    """Make the run's folder with its token; what an earlier submission says there of its jobs and its end goes.
+
+    Raises:
+        ConfigError: others can read the token.
+        OSError: the folder cannot be written.
+    """
+    for folder in (root / "logs", root / "slurm"):
+        folder.mkdir(parents=True, exist_ok=True)
+    _place_token(root / "token", token_file)
+    stale = [_jobs(root), root / "lighthouse.json", RunPaths(root).finished, *(root / "slurm").glob("exclude-*")]
+    for file in stale:
+        file.unlink(missing_ok=True)
+
+
+def _place_token(own: Path, given: Path | None) -> None:
+    token_file = given or own
+    if not token_file.exists():
+        _write_private(token_file, secrets.token_hex(32))
+    mode = token_file.stat().st_mode & 0o777
+    if mode not in _PRIVATE_MODES:
+        raise ConfigError(
+            f"--token-file must be readable by you alone, got mode {mode:o} of {token_file}; chmod 600 it"
+        )
+    if token_file.resolve() != own:
+        own.unlink(missing_ok=True)
+        _write_private(own, token_file.read_text())
+
+
+def _write_private(file: Path, text: str) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as opened:
+        opened.write(text)
+
+
+def _jobs(root: Path) -> Path:
+    """Return the file with the ids of the run's jobs: that of the groups' array, then those of the lighthouses."""
+    return root / "slurm" / "jobs"
+
+
+def _announce(root: Path, groups: str, lighthouses: Sequence[str]) -> None:
+    ids = " ".join([groups, *lighthouses])
+    part = _jobs(root).with_suffix(".part")
+    part.write_text(f"{ids}\n")
+    part.replace(_jobs(root))
+    print(f"groups: job {groups}, lighthouse: job {' '.join(lighthouses)}; output in {root / 'logs'}")
+    steps = {
+        f"titan-ft top {root}": "watch it",
+        f"titan-ft check {root}": "what holds, also while it runs",
+        f"titan-ft report {root}": "figures and a page with plots",
+        f"scancel {ids}": "end it",
+    }
+    width = max(map(len, steps))
+    for command, meaning in steps.items():
+        print(f"  {command:{width}}  {meaning}")
