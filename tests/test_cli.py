@@ -41,7 +41,7 @@ def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str], monkey
     assert ended.value.code == 0
     assert "None" not in shown
     assert "PATH" not in shown
-    assert max(map(len, shown.splitlines())) <= 80
+    assert max(map(len, shown.splitlines()[1:])) <= 80  # the first one is breakable between options
     command = COMMANDS[name]
     example = example_of(command)
     assert " ".join(shown.split()).count(f"Example: {example}") == 1

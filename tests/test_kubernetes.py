@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""kubernetes/: the manifests against the schemas of Kubernetes and of JobSet, and against what they start."""
+"""What `titan-ft kubernetes` prints, against the schemas of Kubernetes and of JobSet, and what it starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_failure_policy_rule import JobsetV1alpha2FailurePolicyRule
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from titan_ft.config import FaultTolerance
+from titan_ft.cluster.kubernetes import TORCHRUN_SECONDS, render
+from titan_ft.command_help import parse
+from titan_ft.config import ConfigError, FaultTolerance
 from titan_ft.launch.lighthouse import split_bind
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.live.metrics import split_address
@@ -31,14 +33,15 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "kubernetes"
 # The first release in which all that is used here is stable or on by default, and the newest that is known here.
 VERSIONS = ("1.31", "1.37")
-TORCHRUN_SECONDS = 30
-"""What torchrun's agent lets its workers take to end when it is asked to."""
+
+GIVEN = ("kubernetes", "llama3_8b", "--image=registry.example.com/titan-ft:1", "--replicas=8", "--ranks-per-node=8")
 
 
-def documents() -> dict[str, dict[str, Any]]:
-    """Return what kustomization.yaml lists, by kind."""
-    listed = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
-    found = [each for name in listed for each in yaml.safe_load_all((FOLDER / name).read_text())]
+def documents(*options: str) -> dict[str, dict[str, Any]]:
+    """Return what the command prints, by kind."""
+    printed = render(parse([*GIVEN, *options]), ["--training.steps=7", "--job.description=$(x)"])
+    found = list(yaml.safe_load_all(printed))
+    assert len(found) == len({each["kind"] for each in found})
     return {each["kind"]: each for each in found}
 
 
@@ -138,33 +141,63 @@ def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None
 
 def test_a_pod_has_the_time_to_leave_in_order(job_set: dict[str, Any]) -> None:
     """Longer than the drain of the config that it starts, which torchrun's agent waits for, or for its usual time."""
-    options = arguments(pod(job_set)["containers"][0]["command"])
-    table = tomli.loads((ROOT / options["--config"]).read_text())["fault_tolerance"]
+    table = tomli.loads(documents()["ConfigMap"]["data"]["config.toml"])["fault_tolerance"]
     drain = table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds)
     assert pod(job_set)["terminationGracePeriodSeconds"] >= max(drain, TORCHRUN_SECONDS) + 15
 
 
-def test_the_numbers_of_hosts_agree(job_set: dict[str, Any]) -> None:
-    """A group's hosts are in three places, its GPUs in two."""
+def test_the_numbers_are_those_that_were_given() -> None:
+    """Groups, hosts and GPUs, by each of their names; no GPU where none is asked for."""
+    job_set = documents("--nnodes=2", "--groups=5", "--ranks-per-replica=16", "--gpu-resource=amd.com/gpu")["JobSet"]
     job, container = child_job(job_set), pod(job_set)["containers"][0]
-    hosts = {each["name"]: each.get("value") for each in container["env"]}["HOSTS"]
-    assert job["completions"] == job["parallelism"] == int(hosts)
-    assert arguments(container["command"])["--ranks-per-node"] == str(
-        container["resources"]["limits"]["nvidia.com/gpu"]
-    )
+    options = arguments(container["command"])
+    assert job_set["spec"]["replicatedJobs"][0]["replicas"] == int(options["--replicas"]) == 5
+    assert job["completions"] == job["parallelism"] == int(options["--nodes"]) == 2
+    assert container["resources"]["limits"] == {"amd.com/gpu": int(options["--ranks-per-node"])} == {"amd.com/gpu": 8}
+    assert "resources" not in pod(documents("--gpu-resource=")["JobSet"])["containers"][0]
 
 
-def test_the_script_takes_what_a_pod_gives_it(job_set: dict[str, Any]) -> None:
+def test_the_config_is_the_file(tmp_path: Path) -> None:
+    """Each byte of it, in a pod that has nothing else of this host; its lighthouse settings reach the lighthouse."""
+    config = tmp_path / "mine.toml"
+    config.write_text("  # one\n\n[fault_tolerance]\n\theartbeat_timeout_ms = 900 # \"two\": 'three'\n")
+    printed = render(parse([GIVEN[0], str(config), *GIVEN[2:]]), [])
+    found = {each["kind"]: each for each in yaml.safe_load_all(printed)}
+    assert found["ConfigMap"]["data"]["config.toml"] == config.read_text()
+    server = found["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+    assert server["command"][-2:] == ["--heartbeat-timeout-ms", "900"]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--name=Mine", "--name must be of lower-case letters"),
+        ("--replicas=0", "--replicas must be >= 1, got 0"),
+        ("--nodes=0", "--nodes must be >= 1, got 0"),
+    ],
+)
+def test_mistakes_are_refused(option: str, message: str) -> None:
+    """In one line, before anything is printed."""
+    with pytest.raises(ConfigError, match=message):
+        documents(option)
+
+
+def test_the_command_takes_what_a_pod_gives_it(tmp_path: Path) -> None:
     """The very command of a pod of group 3 of 8 with two hosts, with what Kubernetes puts in the place of $(NAME)."""
-    container = pod(job_set)["containers"][0]
-    known = {"GROUP": "3", "GROUPS_OF_JOB": "8", "JOB": "titan-ft", "HOSTS": "2"}
+    found = documents("--nodes=2")
+    container = pod(found["JobSet"])["containers"][0]
+    known = {"GROUP": "3"}
     assert set(known) | {"TITAN_FT_TOKEN"} == {each["name"] for each in container["env"]}
-    command = [re.sub(r"\$\((\w+)\)", lambda name: known[name[1]], word) for word in container["command"]]
-    assert command[:2] == ["tini", "--"]
+    command = [re.sub(r"(?<!\$)\$\((\w+)\)", lambda name: known[name[1]], word) for word in container["command"]]
+    assert command[:4] == ["tini", "--", "titan-ft", "group"]
+    (tmp_path / "config.toml").write_text(found["ConfigMap"]["data"]["config.toml"])
+    assert command[4] == "/etc/titan_ft/config.toml"
+    end = command.index("--", 4)
+    words = ["group", str(tmp_path / "config.toml"), *command[5:end], "--dry-run", *command[end:]]
     dry_run = subprocess.run(
-        [*command[2:], "--dry-run"],
+        [sys.executable, "-m", "titan_ft", *words],
         cwd=ROOT,
-        env={"PATH": os.environ["PATH"], "TITAN_FT_TOKEN": "secret", "TITAN_FT_PYTHON": sys.executable},
+        env={"PATH": os.environ["PATH"], "TITAN_FT_TOKEN": "secret"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -173,7 +206,8 @@ def test_the_script_takes_what_a_pod_gives_it(job_set: dict[str, Any]) -> None:
     words = shlex.split(dry_run.stdout)
     assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-endpoint=titan-ft-groups-3-0.titan-ft:29400"} <= set(words)
     assert {"--fault_tolerance.replica_id=3", "--fault_tolerance.group_size=8"} <= set(words)
-    assert "TITAN_FT_METRICS_PORT=0.0.0.0:9464" in words
+    assert "TITAN_FT_METRICS_PORT=[::]:9464" in words
+    assert words[-2:] == ["--training.steps=7", "--job.description=$$(x)"]  # $$( is $( to a pod
 
 
 def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> None:
@@ -188,7 +222,7 @@ def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> Non
     assert selector <= lighthouse["metadata"]["labels"].items()
     assert not selector <= child_job(job_set)["template"]["metadata"]["labels"].items()
     (server,) = lighthouse["spec"]["containers"]
-    assert split_bind(arguments(server["command"])["--bind"]) == ("0.0.0.0", server["ports"][0]["containerPort"])
+    assert split_bind(arguments(server["command"])["--bind"]) == ("::", server["ports"][0]["containerPort"])
     assert split_bind(Lighthouse().bind)[1] == port["port"]
     assert port["targetPort"] == server["ports"][0]["name"]
     assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]["type"]) == (1, "Recreate")
@@ -196,22 +230,33 @@ def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> Non
     for template in (lighthouse, child_job(job_set)["template"]):
         assert allowed <= template["metadata"]["labels"].items()
     # Where a JobSet puts the first pod of a child Job: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN, the JobSet's name.
-    (groups,) = job_set["spec"]["replicatedJobs"]
-    assert options["--rendezvous"].startswith(f"$(JOB)-{groups['name']}-$(GROUP)-0.$(JOB):")
+    (groups,), job = job_set["spec"]["replicatedJobs"], job_set["metadata"]["name"]
+    assert options["--rendezvous"].startswith(f"{job}-{groups['name']}-$(GROUP)-0.{job}:")
     assert job_set["spec"]["network"]["enableDNSHostnames"]
     _, metrics = split_address(options["--metrics-port"])
     annotations = child_job(job_set)["template"]["metadata"]["annotations"]
     assert annotations == {"prometheus.io/scrape": "true", "prometheus.io/port": str(metrics)}
-    claims = [each["persistentVolumeClaim"]["claimName"] for each in pod(job_set)["volumes"] if "emptyDir" not in each]
-    assert claims == [found["PersistentVolumeClaim"]["metadata"]["name"]]
-    assert options["--run-dir"].startswith(f"{container['volumeMounts'][0]['mountPath']}/")
-    kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
-    (secret,) = kustomization["secretGenerator"]
+    volumes, mounts = pod(job_set)["volumes"], {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounts.keys() == {each["name"] for each in volumes}
+    sources = {each["name"]: each for each in volumes}
+    assert sources["run"]["persistentVolumeClaim"]["claimName"] == found["PersistentVolumeClaim"]["metadata"]["name"]
+    assert sources["config"]["configMap"]["name"] == found["ConfigMap"]["metadata"]["name"]
+    assert container["command"][4].startswith(f"{mounts['config']}/")
+    assert options["--run-dir"].startswith(f"{mounts['run']}/")
     token = next(each for each in container["env"] if each["name"] == "TITAN_FT_TOKEN")["valueFrom"]["secretKeyRef"]
-    assert (secret["name"], secret["files"]) == (token["name"], [token["key"]])
-    assert (FOLDER / ".gitignore").read_text().split() == [token["key"]]  # a secret is never committed
-    (image,) = kustomization["images"]
-    assert {container["image"], server["image"]} == {image["name"]}
+    made = "kubectl create secret generic titan-ft-token --from-literal=token="
+    assert made in (FOLDER / "README.md").read_text()
+    assert (token["name"], token["key"]) == ("titan-ft-token", "token")
+    assert {container["image"], server["image"]} == {"registry.example.com/titan-ft:1"}
+
+
+def test_two_jobs_fit_in_one_namespace() -> None:
+    """No object and no selector of one is that of the other."""
+    one, other = documents("--name=one"), documents("--name=other")
+    assert all(one[kind]["metadata"]["name"] != other[kind]["metadata"]["name"] for kind in one)
+    labels = other["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+    assert not one["Service"]["spec"]["selector"].items() <= labels
+    assert not one["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items() <= labels
 
 
 def test_the_image_has_what_the_pods_start() -> None:
@@ -224,7 +269,7 @@ def test_the_image_has_what_the_pods_start() -> None:
         if name == "COPY":
             assert all((ROOT / source).exists() for source in rest.split()[:-1]), rest
     assert ["WORKDIR", "/opt/titan_ft"] in instructions
-    assert "-m venv .venv" in text  # where scripts/replica_group.sh and scripts/lighthouse.sh look for it
+    assert 'ENV PATH="/opt/titan_ft/.venv/bin:$PATH"' in text  # where the pods' command finds titan-ft
     assert "tini" in text
     (uid,) = re.findall(r"^USER (\d+)$", text, re.M)
     for each in (documents()["Deployment"]["spec"]["template"]["spec"], pod(documents()["JobSet"])):

@@ -20,6 +20,7 @@ from titan_ft.options import (
     Completion,
     Curves,
     Group,
+    Kubernetes,
     Launch,
     Lighthouse,
     Logs,
@@ -129,6 +130,11 @@ def _run(argv: list[str]) -> int:
             from titan_ft.cluster.slurm import submit
 
             return submit(command, worker_args)
+        case Kubernetes():
+            from titan_ft.cluster.kubernetes import render
+
+            print(render(command, worker_args))
+            return 0
         case Completion():
             print(complete(command.shell))
             return 0

@@ -226,6 +226,39 @@ class SlurmSubmit(_OfGroup):
 
 
 @dataclass(frozen=True)
+class Kubernetes:
+    """Print the objects that run a job on Kubernetes, for kubectl: a lighthouse, a JobSet, a volume, the config.
+
+    It needs JobSet's controller in the cluster, an image with titan-ft and tini, and a Secret NAME-token, made by
+    kubectl create secret generic titan-ft-token --from-literal=token=$(openssl rand -hex 32). What follows a -- goes to
+    the workers as torchtitan's own flags.
+
+    Example: titan-ft kubernetes llama3_8b --image registry/titan-ft --replicas 8 --ranks-per-node 8
+    """
+
+    config: Annotated[tyro.conf.Positional[Path], _CONFIG]
+    """TOML of the run: a path, or the name of one that comes with titan-ft. The pods get what it holds now."""
+    image: str
+    """Image of all pods."""
+    replicas: Annotated[int, tyro.conf.arg(metavar="N", aliases=_REPLICAS)]
+    """Number of replica groups."""
+    ranks_per_node: Annotated[int | None, _unset("R", *_RANKS_PER_NODE)] = None
+    """Number of processes, and of GPUs, of each pod."""
+    ranks_per_replica: Annotated[int | None, _unset("R", *_RANKS_PER_REPLICA)] = None
+    """The same for a whole group: as many processes on all of its pods together."""
+    nodes: Annotated[int, tyro.conf.arg(metavar="M", aliases=_NODES)] = 1
+    """Number of pods of each group."""
+    name: str = "titan-ft"
+    """Name of the job, and of its folder on the volume."""
+    storage: str = "1Ti"
+    """Size of the volume for events, logs and checkpoints."""
+    storage_class: Annotated[str, _unset("CLASS")] = ""
+    """Class of its storage, on which many pods can write; when left out, the cluster's default."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """What a GPU is called in the cluster; an empty text asks for none."""
+
+
+@dataclass(frozen=True)
 class Chaos:
     """Break a running job on purpose: one FAULT now, or a whole --plan, until that or the job ends, or Ctrl-C.
 
@@ -384,10 +417,11 @@ COMMANDS: dict[str, type] = {
     "group": Group,
     "lighthouse": Lighthouse,
     "slurm submit": SlurmSubmit,
+    "kubernetes": Kubernetes,
     "completion": Completion,
 }
 """By what is typed after titan-ft, which may be two words."""
 OPTIONS_OF_OPTIONS = ("--group-options", "--lighthouse-options")
 """Options whose value is a text of further options, for another program."""
-TAKES_FLAGS = (Launch, ShowConfig, Group, SlurmSubmit)
+TAKES_FLAGS = (Launch, ShowConfig, Group, SlurmSubmit, Kubernetes)
 """Commands that hand torchtitan's flags, after a --, to workers."""

@@ -1,0 +1,92 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Write the objects that run a job on Kubernetes; nothing here talks to a cluster."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_ft.cluster.group import check_at_least, check_flags, find_ranks_per_node, find_toml
+from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml
+from titan_ft.launch.lighthouse import changed_settings, split_bind
+from titan_ft.launch.shared_settings import lighthouse_settings, table_overrides
+from titan_ft.options import Kubernetes, Lighthouse
+
+MANIFESTS = Path(__file__).parent / "manifests"
+DOCUMENTS = ("config.yaml", "volume.yaml", "lighthouse.yaml", "jobset.yaml")
+VOLUME, CONFIG_FOLDER = "/run/titan_ft", "/etc/titan_ft"
+METRICS_PORT, RENDEZVOUS_PORT = 9464, 29400
+TORCHRUN_SECONDS = 30.0
+"""What torchrun's agent lets its workers take to end when it is asked to."""
+_END_SECONDS = 20.0  # after the workers have left: the agent and the container end
+
+
+def render(options: Kubernetes, flags: Sequence[str]) -> str:
+    """Return the objects as YAML.
+
+    Args:
+        flags: torchtitan's, for the workers.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    check_at_least("--replicas", options.replicas, 1)
+    check_at_least("--nodes", options.nodes, 1)
+    check_flags(flags)
+    ranks = find_ranks_per_node(options.ranks_per_node, options.ranks_per_replica, options.nodes)
+    if ranks is None:
+        raise ConfigError("--ranks-per-node must be given, got nothing; give as many as a pod has GPUs, for example 8")
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?", options.name):
+        rule = "lower-case letters, digits and -, at most 32, from a letter on"
+        raise ConfigError(f"--name must be of {rule}, got {options.name!r}; correct it")
+    config = find_toml(options.config)
+    table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
+    drain_seconds = float(table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds))
+    environment = Environment(
+        loader=FileSystemLoader(MANIFESTS), undefined=StrictUndefined, autoescape=False, keep_trailing_newline=False
+    )
+    values = {
+        "name": options.name,
+        "image": options.image,
+        "config": config.read_text(encoding="utf-8"),
+        "config_folder": CONFIG_FOLDER,
+        "volume": VOLUME,
+        "replicas": options.replicas,
+        "nodes": options.nodes,
+        "ranks_per_node": ranks,
+        "storage": options.storage,
+        "storage_class": options.storage_class,
+        "gpu_resource": options.gpu_resource,
+        "drain_seconds": f"{drain_seconds:g}",
+        "grace_seconds": math.ceil(max(drain_seconds, TORCHRUN_SECONDS) + _END_SECONDS),
+        "lighthouse_command": [
+            *("tini", "--", "titan-ft", "lighthouse", "--bind", Lighthouse.bind),
+            *changed_settings(lighthouse_settings(table)),
+        ],
+        "group_command": _group_command(options, ranks, flags),
+    }
+    return "---\n".join(environment.get_template(name).render(values) + "\n" for name in DOCUMENTS).rstrip()
+
+
+def _group_command(options: Kubernetes, ranks_per_node: int, flags: Sequence[str]) -> list[str]:
+    """Return the command of a group's pods, in which Kubernetes puts the group's number for $(GROUP)."""
+    name = options.name
+    _, port = split_bind(Lighthouse.bind)
+    command = [
+        *("tini", "--", "titan-ft", "group", f"{CONFIG_FOLDER}/config.toml"),
+        *("--run-dir", f"{VOLUME}/{name}"),
+        *("--replica", "$(GROUP)", "--replicas", str(options.replicas)),
+        *("--lighthouse", f"http://{name}-lighthouse:{port}"),
+        *("--ranks-per-node", str(ranks_per_node), "--nodes", str(options.nodes)),
+        # Where a JobSet puts the first pod of a child Job: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN, the JobSet's name.
+        *("--rendezvous", f"{name}-groups-$(GROUP)-0.{name}:{RENDEZVOUS_PORT}"),
+        *("--metrics-port", f"[::]:{METRICS_PORT}"),
+    ]
+    if not flags:
+        return command
+    return [*command, "--", *(flag.replace("$(", "$$(") for flag in flags)]
