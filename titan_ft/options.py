@@ -317,7 +317,8 @@ class Check(_OfRun):
 class Top(_OfRun):
     """Show a run live in the terminal: its groups, its loss and what happens to it.
 
-    Without a terminal it is shown once. q or Ctrl-C leaves; a run that is over is shown as it ended.
+    Without a terminal it is shown once. r shows the ranks, ? explains the columns, q or Ctrl-C leaves. A run that is
+    over is shown as it ended.
 
     Example: titan-ft top runs/1
     """

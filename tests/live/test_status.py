@@ -70,11 +70,11 @@ def test_story_of_a_run() -> None:
         lines += [line] if line else []
         states.append(groups[1].state)
     assert lines == [
-        "group 0 joined (groups 0, 1)",
-        "group 1 joined (groups 0, 1)",
+        "group 0 joined: 2 of 2 groups are there",
+        "group 1 joined: 2 of 2 groups are there",
         "group 1 died: rank 1 was killed by SIGKILL",
         "group 1 restarting (attempt 1)",
-        "group 1 joined (groups 0, 1)",
+        "group 1 joined: 2 of 2 groups are there",
         "group 1 healing from group 0 at step 2",
         "group 1 healed in 0.25 s",
         "group 0 finished at step 3",

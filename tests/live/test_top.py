@@ -30,6 +30,7 @@ from tests.event_builder import build, like, named
 from titan_ft.config import ConfigError
 from titan_ft.history.attempts import InjectedFaults
 from titan_ft.history.terminal import clock
+from titan_ft.live.group_table import EXPLAINED
 from titan_ft.live.run_status import MAX_POINTS, CommittedSteps, LossCourse, RunStatus
 from titan_ft.live.top import FollowedRun, top
 from titan_ft.live.top_view import Screen, frame, sparkline
@@ -215,7 +216,7 @@ def test_row_of_a_group() -> None:
     assert head.split() == columns.split()
     assert rows[0].split() == ["0", "training", "31", "-22.0000", "3.000", "4.00", "0", "-", "0", "node00", "-"]
     fault = ["-0:10", "abort_process_group"]
-    assert rows[1].split() == ["1", "healing", "-", "-", "-", "-", "1", "3", "1", "node01", *fault]
+    assert rows[1].split() == ["1", "recovering", "-", "-", "-", "-", "1", "3", "1", "node01", *fault]
 
 
 @pytest.mark.parametrize("replicas", [1, 4, 40])
@@ -236,7 +237,8 @@ def test_full_terminal_of_the_usual_size() -> None:
     assert [line.split()[0] for line in lines[table + 1 : table + 5]] == ["0", "1", "2", "3"]
     assert len(lines) <= 24
     happened = [line for _, line in story().lines]
-    assert [line[10:60] for line in lines[-len(happened) :]] == [text[:50] for text in happened]
+    told = " ".join(line[10:] for line in lines[table:])
+    assert all(text in told for text in happened[1:])  # each whole, over two lines where it takes them
     assert [row[0] for row in hosts_table(lines)] == ["host", "node00", "and"]
 
 
@@ -244,7 +246,7 @@ def test_group_in_trouble_is_never_left_out() -> None:
     """Where not all groups fit, those that do not train come first; the others are counted."""
     lines = shown(story(replicas=40), 80, 20, now=36.0)
     rows = [line.split()[:2] for line in lines if line[:7].strip().isdigit() and "  " in line]
-    assert ["1", "healing"] in rows
+    assert ["1", "recovering"] in rows
     assert len(rows) < 40
     assert f"and {40 - len(rows)} more: {40 - len(rows)} training" in lines
 
@@ -255,8 +257,66 @@ def test_narrow_terminal_keeps_what_matters() -> None:
     assert "host" in wide
     assert "host" not in narrow
     assert [name for name in ("group", "state", "step", "restarts", "last fault") if name not in narrow] == []
-    row = next(line for line in shown(story(), 52, now=41.0) if "healing" in line)
+    row = next(line for line in shown(story(), 52, now=41.0) if "recovering" in line)
     assert "-0:10 abort" in row
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 50)])
+def test_reason_of_a_death_is_whole(size: tuple[int, int]) -> None:
+    """Exception, rank and log are read in any terminal: a line that is too long goes on in the next one."""
+    log = f"/scratch/{40 * 'x'}/{40 * 'y'}/logs/replica-1/attempt-0/rank-0.log"
+    error = "ValueError: the batch has the wrong shape: expected (8, 2048), got (8, 2047), from the packed loader"
+    run = story()
+    run.observe(event("worker_exited", 0, 0, 36.0, code=1, error=error, reason="rank 0 failed", log=log, stopped=False))
+    told = " ".join(line[10:] for line in shown(run, *size, now=37.0))
+    assert error in told
+    assert log in told.replace(" ", "")
+
+
+def test_for_whom_a_group_waits() -> None:
+    """The group that it waited for, how long and why; one whose step cannot be committed now is waiting."""
+    run = story(replicas=3, steps=5)
+    run.observe(step(6, 0, 36.0, waits=[{"slot": 1, "seconds": 1.4, "why": "lost"}]))
+    run.observe(event("waiting", 2, 0, 36.5, step=5, participants=[0, 2], reason="x", slots=[1], why="too_few"))
+    lines = shown(run, 120, now=37.0)
+    rows = [line for line in lines if line.split()[:1] in (["0"], ["2"])]
+    assert "training" in rows[0]
+    assert "1 1.40 s lost" in rows[0]
+    assert "waiting" in rows[1]
+    assert "1 too few" in rows[1]
+    assert "waits for" not in " ".join(shown(story(), 120, now=37.0))  # nobody waited
+
+
+def test_ranks_are_shown_on_demand() -> None:
+    """Step, process, memory, host and last event of each rank; of too many those that are behind or ended."""
+    run = RunStatus()
+    events = [launched(2)]
+    events += [event("worker_started", group, rank, 1.0, host="n1", pid=70) for group in (0, 1) for rank in range(4)]
+    events += [
+        step(9, g, 2.0, rank=r, memory_bytes=3 * 2**30, pid=70) for g in (0, 1) for r in range(4) if (g, r) != (1, 2)
+    ]
+    events += [event("worker_exited", 1, 3, 3.0, signal="SIGBUS", reason="", stopped=False)]
+    for each in events:
+        run.observe(each)
+    assert "last event" not in " ".join(shown(run, 100, 50, now=12.0))
+    lines = shown(run, 100, 50, now=12.0, ranks=True)
+    table = next(place for place, line in enumerate(lines) if line.endswith("last event"))
+    rows = [line.split() for line in lines[table + 1 : table + 9]]
+    assert rows[0] == ["0", "0", "9", "70", "3.0", "GiB", "n1", "step_committed", "0:10", "ago"]
+    assert rows[6] == ["1", "2", "-", "70", "-", "n1", "worker_started", "0:11", "ago"]
+    assert rows[7][-1] == "SIGBUS"
+    few = shown(run, 100, 20, now=12.0, ranks=True)
+    assert len(few) <= 20
+    assert any(line.endswith("SIGBUS") for line in few)
+    assert any(line.startswith("and ") and line.endswith("more ranks, not behind these") for line in few)
+
+
+def test_columns_are_explained() -> None:
+    """Every column of the table, in place of what happened."""
+    text = shown(story(), 100, 60, now=36.0, help=True)
+    explained = {line[:12].strip() for line in text}
+    assert EXPLAINED.keys() <= explained
+    assert not any("SIGABRT" in line for line in text)
 
 
 def test_terminal_without_unicode() -> None:
@@ -372,6 +432,7 @@ def test_run_that_is_over() -> None:
     run.observe(event("launch_finished", None, None, 65.0, code=1, reason="1 of 4 groups failed: 1"))
     text = "Failed at step 31: killed by SIGABRT, rank 0 of group 1; over after 1:05; 4 groups x 2 ranks"
     assert shown(run, now=9999.0, width=120)[1] == text
+    assert " ".join(shown(run, now=9999.0, width=40)[1:4]) == text  # whole in a narrow terminal, too
 
 
 def test_silence_is_told() -> None:
@@ -546,6 +607,18 @@ def test_leaving(terminal: Terminal, key: bytes, status: int) -> None:
     assert terminal.wait() == status
     assert b"Traceback" not in terminal.output
     assert_as_before(terminal)
+
+
+def test_keys_show_ranks_and_columns(terminal: Terminal, tmp_path: Path) -> None:
+    """r shows the ranks, and hides them again; ? explains the columns."""
+    write_run(tmp_path / "run", event("worker_started", 0, 0, host="n1"), name="replica-0")
+    terminal.read_until(lambda: b"q leaves" in terminal.output)
+    terminal.press(b"r")
+    terminal.read_until(lambda: b"last event" in terminal.output)
+    terminal.press(b"?")
+    terminal.read_until(lambda: b"number of the replica group" in terminal.output)
+    terminal.press(b"q")
+    assert terminal.wait() == 0
 
 
 def test_ended_from_outside(terminal: Terminal) -> None:

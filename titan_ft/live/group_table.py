@@ -17,6 +17,7 @@ from titan_ft.live.status import (
     FAILED,
     FINISHED,
     HEALING,
+    JOINED,
     LOST,
     STOPPED,
     TRAINING,
@@ -38,6 +39,8 @@ COLORS = {
     DIED: "red",
     FAILED: "bold red",
 }
+SHOWN = {JOINED: "waiting", HEALING: "recovering", DRAINING: "leaving", DRAINED: "left"}
+"""States by the words of a run's page; the others have the same word."""
 # Heading, and how much it matters: the least important columns go first where the width does not do for all.
 _COLUMNS = {
     "group": 11,
@@ -50,9 +53,29 @@ _COLUMNS = {
     "donor": 3,
     "attempt": 2,
     "host": 1,
+    "waits for": 7.5,
     "last fault": 7,
 }
-_LEFT = ("state", "host", "last fault")
+EXPLAINED = {
+    "group": "number of the replica group",
+    "state": (
+        "training; waiting (for other groups); recovering (it fetches the state from another group); starting; lost "
+        "(not heard of: dead, or its host is); died (about to be restarted); failed (not started again); leaving, left "
+        "(asked to); finished; stopped (by the launcher)"
+    ),
+    "step": "last step that it committed",
+    "own loss": "mean loss of its own tokens in that step",
+    "own s": "seconds of that step without the exchange: computing and updating",
+    "x others": "own s, as a multiple of the other groups' median; yellow: slow",
+    "restarts": "how often it was started again in this launch",
+    "donor": "group that it fetched the state from last",
+    "attempt": "number of its start, from 0; logs are in logs/replica-GROUP/attempt-ATTEMPT",
+    "host": "host of its rank 0",
+    "waits for": "group that it waited for longest in its last step, or waits for now; how long; what that group did",
+    "last fault": "fault that was injected into it last, and how long ago",
+}
+"""What each column says, for whoever presses `?`."""
+_LEFT = ("state", "host", "waits for", "last fault")
 _FLEXIBLE = "last fault"
 MIN_FLEXIBLE = 16
 """Least width of the last column, which takes what is left."""
@@ -82,7 +105,10 @@ def group_table(
         table.add_column(name, justify=side, no_wrap=True, overflow=cut, min_width=least)  # type: ignore[arg-type]
     for group, row in zip(shown, cells, strict=True):
         slow = ratios.get(group.replica, 0.0) > FaultTolerance.straggler_factor > 0
-        styles = {"state": COLORS.get(group.state, ""), "x others": "yellow" if slow else ""}
+        styles = {
+            "state": "yellow" if shown_state(group) == "waiting" else COLORS.get(group.state, ""),
+            "x others": "yellow" if slow else "",
+        }
         table.add_row(*(Text(row[name], style=styles.get(name, "")) for name in names))
     return table
 
@@ -93,7 +119,7 @@ def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str
     fault = f"-{clock(now - group.fault_time)} {group.fault}" if group.fault else "-"  # the age is never cut off
     return {
         "group": str(group.replica),
-        "state": _state(group),
+        "state": shown_state(group),
         "step": number(step),
         "own loss": number(own_loss, ".4f"),
         "own s": number(group.own_seconds, ".3f"),
@@ -102,22 +128,36 @@ def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str
         "donor": number(group.donor),
         "attempt": str(group.attempt),
         "host": group.host or "-",
+        "waits for": _waits_for(group),
         "last fault": fault,
     }
 
 
-def _state(group: GroupStatus) -> str:
+def shown_state(group: GroupStatus) -> str:
     """Return the state in words: of a lost group, since when."""
-    if group.state != LOST or group.step is None:
-        return group.state
-    return f"lost since {group.unit.name(group.step)}"
+    if group.state == LOST and group.step is not None:
+        return f"lost since {group.unit.name(group.step)}"
+    if group.state == TRAINING and group.waited is not None and not group.waited.seconds:
+        return "waiting"  # the step under way cannot be committed
+    return SHOWN.get(group.state, group.state)
+
+
+def _waits_for(group: GroupStatus) -> str:
+    """Return which group it waited for in its last step, or waits for now."""
+    if group.waited is None or group.state not in (JOINED, TRAINING, DRAINING):
+        return "-"
+    waited = group.waited
+    seconds = f" {waited.seconds:.2f} s" if waited.seconds else ""
+    return f"{waited.slot}{seconds} {waited.why.replace('_', ' ')}"
 
 
 def _fitting(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
     """Return the columns that fit, in order, with the width that each needs; the flexible one is content with less."""
     needed = {name: max([len(name), *(len(row[name]) for row in cells)]) for name in _COLUMNS}
     needed[_FLEXIBLE] = min(needed[_FLEXIBLE], MIN_FLEXIBLE)
-    kept = sorted(_COLUMNS, key=lambda name: -_COLUMNS[name])
+    # A column in which no group has anything would only take room.
+    empty = {name for name in ("waits for", "donor", "last fault") if all(row[name] == "-" for row in cells)}
+    kept = sorted(_COLUMNS.keys() - empty, key=lambda name: -_COLUMNS[name])
     while len(kept) > 1 and sum(needed[name] + GAP for name in kept) - GAP > width:
         kept.pop()
     return {name: needed[name] for name in _COLUMNS if name in kept}

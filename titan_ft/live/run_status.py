@@ -17,6 +17,7 @@ from titan_ft.history.outcome import Outcome, decide_outcome
 from titan_ft.history.terminal import clock
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.live import status
+from titan_ft.live.rank_table import RanksSoFar
 from titan_ft.run import events as ev
 from titan_ft.run.paths import RunPaths
 
@@ -128,6 +129,7 @@ class RunStatus:
         self.faults = InjectedFaults()
         self.num_lighthouse_restarts = 0
         self.hosts = HostsSoFar()
+        self.ranks = RanksSoFar()
         self.lines: deque[tuple[float, str]] = deque(maxlen=MAX_LINES)
         """What happened, with its Unix seconds."""
         self.started: float | None = None
@@ -197,6 +199,7 @@ class RunStatus:
         self._add_groups(event)
         self.faults.observe(event)
         self.hosts.observe(event)
+        self.ranks.observe(event)
         before = self.groups
         self.fold.observe(event)
         self.groups = status.fold(before, event, {slot: group.last for slot, group in self.fold.groups.items()})

@@ -323,7 +323,7 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
         return None
     if isinstance(event, ev.Joined):
         joins = new.state == JOINED and before[replica].state != JOINED
-        return f"{name} joined (groups {_listed(new.participants)})" if joins else None
+        return f"{name} joined: {len(new.participants)} of {len(after)} groups are there" if joins else None
     if isinstance(event, _SEEN_BY_ALL) and not _is_first_to_train(after, replica):
         return None
     if line is not None:

@@ -93,13 +93,21 @@ def _watch(run: FollowedRun, console: Console) -> bool:
         _end_in_order(),
         Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False) as live,
     ):
+        ranks = explained = False
         while not run.poll().end:
-            hint = "q leaves" if sys.stdin.isatty() else "Ctrl-C leaves"
+            hint = "r ranks  ? columns  q leaves" if sys.stdin.isatty() else "Ctrl-C leaves"
             # The size is asked for anew: the window may have another one by now.
-            screen = Screen(*console.size, ascii_only=console.options.ascii_only, hint=hint)
+            screen = Screen(
+                *console.size, ascii_only=console.options.ascii_only, hint=hint, ranks=ranks, help=explained
+            )
             live.update(run.render(screen), refresh=True)
-            if pressed(REFRESH_SECONDS) in ("q", "Q"):
-                return False
+            match pressed(REFRESH_SECONDS).lower():
+                case "q":
+                    return False
+                case "r":
+                    ranks = not ranks
+                case "?" | "h":
+                    explained = not explained
     return True
 
 

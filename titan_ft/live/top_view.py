@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 from titan_ft.history.checks.judgement import count
 from titan_ft.history.hosts import HostFigures, name_range, worth_a_table
 from titan_ft.history.terminal import clock
-from titan_ft.live.group_table import GAP, group_table, number
+from titan_ft.live.group_table import EXPLAINED, GAP, group_table, number, shown_state
+from titan_ft.live.rank_table import rank_lines
 from titan_ft.live.run_status import RunStatus, shape
 from titan_ft.live.status import TRAINING, GroupStatus
 
@@ -30,6 +32,14 @@ MAX_HOSTS = 4
 """Lines about hosts, where the height is limited."""
 NUM_LINES = 10
 """Of what happened, where the height is not limited."""
+MIN_LINES = 4
+"""Of what happened, below a table of ranks."""
+MAX_SHOWN = 100
+"""Happenings that are laid out: more than a terminal has lines."""
+CONTINUED = 10 * " "
+"""Begins a line that goes on with the happening above it."""
+MAX_WRAPPED = 6
+"""Lines of one happening."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,10 @@ class Screen:
     ascii_only: bool = False
     hint: str = ""
     """Stands at the right end of the first line."""
+    ranks: bool = False
+    """Whether the ranks have a table."""
+    help: bool = False
+    """Whether the columns are explained, in place of what happened."""
 
 
 def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: bool = True) -> Group:
@@ -54,29 +68,57 @@ def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: boo
     """
     from rich.console import Group
 
-    head = [*([_title(name, screen)] if history else []), _state(run, now), *_figures(run, now, screen.width)]
+    head = [*([_title(name, screen)] if history else []), *_state(run, now, screen), *_figures(run, now, screen.width)]
     head += [*_losses(run, screen), _text("")]
     figures = run.hosts.figures
     hosts = _hosts(figures, screen.width, len(figures)) if worth_a_table(figures) else []
+    happened = _happened(run, screen) if history else []
     if screen.height is None:
-        rows, num_lines = len(run.groups), NUM_LINES
+        rows, num_lines, room_of_ranks = len(run.groups), NUM_LINES, 10 * len(run.ranks.known) + 2
     else:
         room = max(0, screen.height - len(head) - 2)  # the table's head, and an empty line
         if hosts:
             hosts = _hosts(figures, screen.width, min(MAX_HOSTS, room // 4 - 2))
         room -= len(hosts)
         rows = min(len(run.groups), max(room - NUM_LINES, room - room // 3) if history else room)
+        room_of_ranks = max(0, room - rows - MIN_LINES)
         num_lines = room - rows
     shown, hidden = _shown(run, rows)
     until = run.last if run.end else now
     table = group_table(run.groups, until, screen.width, shown, ascii_only=screen.ascii_only)
-    tail = [*([_text(hidden, "dim")] if hidden else []), *hosts]
+    ranks = rank_lines(run.ranks, {group.replica for group in shown}, until, room_of_ranks - 1) if screen.ranks else []
+    ranks = [_text(""), *ranks] if ranks else []
+    tail = [*([_text(hidden, "dim")] if hidden else []), *ranks, *hosts]
+    if screen.help:
+        happened = _explained(screen.width)[: max(0, num_lines - len(ranks))]
+    elif history:
+        num_lines -= len(ranks)
+        happened = happened[-num_lines:] if num_lines > 0 else []
+        while happened and happened[0].plain.startswith(CONTINUED):
+            happened.pop(0)  # its beginning has no room
     if history:
-        happened = list(run.lines)[-num_lines:] if num_lines > 0 else []
-        tail += [_text(""), *(_line(moment - (run.started or 0.0), text) for moment, text in happened)]
+        tail += [_text(""), *happened]
     for line in [*head, *tail]:
         line.overflow = "crop" if screen.ascii_only else "ellipsis"
     return Group(*head, table, *tail)
+
+
+def _happened(run: RunStatus, screen: Screen) -> list[Text]:
+    """Return what happened, each line wrapped to the width: the reason of a failure is never cut off."""
+    lines: list[Text] = []
+    for moment, text in list(run.lines)[-MAX_SHOWN:]:
+        lines += _line(moment - (run.started or 0.0), text, screen.width)
+    return lines
+
+
+def _explained(width: int) -> list[Text]:
+    """Return what the columns of the groups mean, a paragraph each."""
+    name_width = max(map(len, EXPLAINED)) + GAP
+    lines = []
+    for name, meaning in EXPLAINED.items():
+        for place, part in enumerate(textwrap.wrap(meaning, max(16, width - name_width))):
+            lines.append(_text("").append((name if place == 0 else "").ljust(name_width), "bold").append(part))
+    return lines
 
 
 def _text(text: str, style: str = "") -> Text:
@@ -94,21 +136,22 @@ def _title(name: str, screen: Screen) -> Text:
     return line
 
 
-def _state(run: RunStatus, now: float) -> Text:
+def _state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
+    """Return how the run is, and once it is over what became of it."""
     if run.started is None:
-        return _text("no event yet", "yellow")
+        return [_text("no event yet", "yellow")]
     what, elapsed = shape(len(run.groups), run.num_ranks), clock(run.elapsed(now))
     if run.end:
         outcome = run.outcome
-        return _text(f"{outcome.headline}; over after {elapsed}; {what}", _STYLES[outcome.colour])
+        text = f"{outcome.headline}; over after {elapsed}; {what}"
+        return [_text(line, _STYLES[outcome.colour]) for line in textwrap.wrap(text, max(16, screen.width))]
     line = _text(f"running for {elapsed}; {what}")
-    for lost in run.outcome.lost:
-        line.append(f"; without {lost.describe()}", "bold yellow")
     if now - run.last > max(SILENT_SECONDS, 2 * run.usual_seconds):
         line.append(f"; no event for {clock(now - run.last)}", "bold yellow")
     if run.num_cut:
         line.append(f"; events of {count(run.num_cut, 'process', 'processes')} are not written", "bold yellow")
-    return line
+    lost = [part for group in run.outcome.lost for part in textwrap.wrap(f"without {group.describe()}", screen.width)]
+    return [line, *(_text(part, "bold yellow") for part in lost)]
 
 
 def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
@@ -192,15 +235,17 @@ def _shown(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
         return groups, ""
     urgent = sorted(groups, key=lambda group: (group.state == TRAINING, group.replica))
     shown = sorted(urgent[: max(0, max_rows - 1)], key=lambda group: group.replica)
-    hidden = Counter(group.state for group in groups if group not in shown)
+    hidden = Counter(shown_state(group) for group in groups if group not in shown)
     states = ", ".join(f"{count} {state}" for state, count in hidden.most_common())
     return shown, f"and {sum(hidden.values())} more: {states}" if max_rows > 0 else ""
 
 
-def _line(seconds: float, text: str) -> Text:
+def _line(seconds: float, text: str, width: int) -> list[Text]:
     style = ""
     if text.startswith(("fault: ", "chaos ")):
         style = "magenta"
-    elif any(word in text for word in (" died", " failed", " hangs", "different digests", "not finite")):
+    elif any(word in text for word in (" died", " failed", " hangs", " is lost", "different digests", "not finite")):
         style = "red"
-    return _text(f"{clock(seconds):>8}  ", "dim").append(text, f"not dim {style}")
+    first, *more = textwrap.wrap(text, max(16, width - 10), break_on_hyphens=False)[:MAX_WRAPPED] or [""]
+    lines = [_text(f"{clock(seconds):>8}  ", "dim").append(first, f"not dim {style}")]
+    return lines + [_text(CONTINUED).append(part, style) for part in more]
