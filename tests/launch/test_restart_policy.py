@@ -458,6 +458,11 @@ def test_a_group_that_is_given_up_before_any_step_stops_the_run(cause: str) -> N
     )
     assert CommonEnd.observe_loss(loss, any_committed=False) == (
         "group 1 ends with E: a (x; the same exception 3 times in a row by any group; see a.log)"
+        + (
+            "; check the network, or name data that are on this host (training.dataset_path)"
+            if cause == NETWORK
+            else ""
+        )
     )
     assert not CommonEnd.observe_loss(loss, any_committed=True)
     out = build(ReplicaGaveUp, cause=RESTARTS, reason="no restart left")

@@ -50,6 +50,25 @@ def test_a_wrong_config_is_not_started_again(run: Any) -> None:
     assert "Traceback" not in errors
 
 
+def test_a_mistake_ends_the_agent_before_any_worker(run: Any) -> None:
+    """One line, of the process that imports what the workers need; each rank found it by itself."""
+    (run.orders.parent / "mistaken.py").write_text(
+        "from titan_ft.config import ConfigError\n"
+        "def check(args): raise ConfigError('x must be y, got z')\n"
+        "if __name__ == '__main__': print('a worker')\n"
+    )
+    run.env["PYTHONPATH"] += os.pathsep + str(run.orders.parent)
+    run.env["TITAN_FT_ZYGOTE"] = "1"
+    process = torchrun(run, "", "--standalone", module="mistaken")
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 2, errors
+    assert [line for line in errors.splitlines() if "titan_ft" in line] == ["titan_ft: x must be y, got z"]
+    assert "Traceback" not in errors
+    assert printed == ""
+    (gave_up,) = run.events("replica_gave_up")
+    assert (gave_up["cause"], gave_up["error"]) == ("config", "ConfigError: x must be y, got z")
+
+
 @pytest.mark.parametrize(("files", "slurm", "attempt"), [((0, 4), None, 5), ((), "2", 2), ((), None, 0)])
 def test_a_group_that_is_started_again_counts_on(
     run: Any, files: tuple[int, ...], slurm: str | None, attempt: int

@@ -166,8 +166,8 @@ class LocalRun:
             changed=dict(plan.changes) or None,
         )
         self._events.emit(started)
-        for change in started.allowed:
-            self.view.line(f"goes on with another value: {change}")
+        for name, change in plan.changes.items():
+            self.view.line(f"goes on with another value: {change.describe(name)}")
         self._lighthouse.poll()
         self._let_zygote_proceed()
         while not self._lighthouse.listens:

@@ -349,7 +349,10 @@ class CommonEnd:
         """
         if any_committed or event.cause not in (CRASH_LOOP, NETWORK):
             return ""
-        return f"group {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"
+        line = f"group {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"
+        if event.cause == NETWORK and not event.error.startswith("LighthouseError"):  # which has a remedy of its own
+            line += "; check the network, or name data that are on this host (training.dataset_path)"
+        return line
 
 
 def _describe_cause(event: WorkerExited) -> str:

@@ -45,6 +45,7 @@ from torch.distributed.launcher import api
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml, read_flags
 from titan_ft.launch.restart_policy import (
+    CONFIG,
     CONFIG_ERROR_CODE,
     HOST,
     HOST_SUSPECTED_CODE,
@@ -154,6 +155,8 @@ class GroupAgent(LocalElasticAgent):
         self._attempt = self._count_attempt(node, store)
         os.environ["TITAN_FT_ATTEMPT"] = str(self._attempt)
         forks = self._zygotes.wait()
+        if self._zygotes.mistake:
+            self._refuse(self._zygotes.mistake)
         if node == 0:  # of all nodes of the group one tells
             self._serve_metrics()
         if self._attempt > 0 and node == 0:
@@ -167,6 +170,25 @@ class GroupAgent(LocalElasticAgent):
         handler = functools.partial(_Worker, self._zygotes, f"titan-ft {self._replica}")
         elastic_processes.get_subprocess_handler = handler  # type: ignore[attr-defined] # is called for each worker
         return dict(super()._start_workers(worker_group))
+
+    def _refuse(self, mistake: str) -> None:
+        """End this agent for a mistake in the config, before any worker is started. Those of other nodes find it too.
+
+        Raises:
+            SystemExit: always.
+        """
+        self._events.emit(
+            ReplicaGaveUp(
+                attempt=self._attempt,
+                rank=0,
+                cause=CONFIG,
+                reason="the configuration is wrong",
+                log=NO_LOG,
+                error=f"ConfigError: {mistake}",
+            )
+        )
+        print(f"titan_ft: {mistake}", file=sys.stderr, flush=True)
+        raise SystemExit(CONFIG_ERROR_CODE)
 
     def _say(self, text: str) -> None:
         print(f"titan_ft: group {self._replica}: {text}", file=sys.stderr, flush=True)
@@ -303,6 +325,8 @@ class _Zygotes:
         self._preloaded = preloaded if bears_it and wish != "0" and is_possible() else None
         """What is imported beforehand, and its command line; None: there is to be no zygote (any more)."""
         self._zygote: Zygote | None = None
+        self.mistake = ""
+        """The mistake in the config that a zygote has found; empty without one."""
         self._start()  # it imports while the nodes meet
 
     def wait(self) -> bool:
@@ -336,7 +360,9 @@ class _Zygotes:
         if self._zygote is None:
             return
         self._zygote.poll()
-        if self._zygote.lost:
+        if self._zygote.mistake:
+            self.mistake, self._zygote, self._preloaded = self._zygote.mistake, None, None
+        elif self._zygote.lost:
             again = self._zygote.ready
             self._say(f"{self._zygote.lost}; {'another one is started' if again else _PLAIN}")
             self._zygote = None
