@@ -493,12 +493,6 @@ HISTORIES = [
         status=1,
         given="folder for a file",
     ),
-    Mistake(
-        "top run --once",
-        "titan-ft top: nothing has started yet: run has no events (events/*.jsonl)",
-        status=1,
-        given="empty folder",
-    ),
 ]
 
 

@@ -35,6 +35,7 @@ from titan_ft.live.run_status import MAX_POINTS, CommittedSteps, LossCourse, Run
 from titan_ft.live.top import FollowedRun, top
 from titan_ft.live.top_view import Screen, frame, sparkline
 from titan_ft.run.events import ChangedField, Event, Target
+from titan_ft.run.held import hold
 from titan_ft.run.log import EventLog
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the terminal's other screen
@@ -509,12 +510,23 @@ def test_one_snapshot_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_folder_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal there is nothing to wait for: one line, status 1."""
-    assert top(tmp_path, once=True) == 1
-    assert capsys.readouterr() == (
-        "",
-        f"titan-ft top: nothing has started yet: {tmp_path} has no events (events/*.jsonl)\n",
-    )
+    """A job that was only just submitted is no mistake: one line, status 0; on a terminal it is waited for."""
+    assert top(tmp_path, once=True) == 0
+    assert capsys.readouterr() == (f"{tmp_path}: nothing has started yet (no events/*.jsonl)\n", "")
+    assert "nothing has started yet" in shown(RunStatus())
+
+
+def test_launcher_that_is_gone(tmp_path: Path) -> None:
+    """Nobody holds the folder's lock any more, and no event has come since: it was killed."""
+    write_run(tmp_path, launched(2), step(1), step(1, 1))
+    (tmp_path / "config.toml").touch()
+    run = FollowedRun(tmp_path).poll()
+    assert any("the launcher is gone (killed?), 2:00 ago" in line for line in shown(run, now=run.last + 120))
+    assert not any("the launcher is gone" in line for line in shown(run, now=run.last + 1))
+    with (tmp_path / "config.toml").open("a") as config:
+        assert hold(config)
+        lives = FollowedRun(tmp_path).poll()
+    assert not any("the launcher is gone" in line for line in shown(lives, now=run.last + 120))
 
 
 def test_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -149,6 +149,8 @@ class RunStatus:
         self._reason = ""
         self.launched = False
         """Whether a launcher watches over it."""
+        self.launcher_gone = False
+        """Whether its launcher has ended without a word; to be set by who can see that."""
         self.num_cut = 0
         """Processes whose events wait, as far as is known: they cannot be written, as on a full disk."""
         self._ended_files: set[str] = set()

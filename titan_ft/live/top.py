@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from titan_ft.config import ConfigError, check_folder
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top_view import Screen, frame
+from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import EventTail
 
@@ -39,7 +40,8 @@ class FollowedRun:
         check_folder("RUN_DIR", run_dir)
         self.run_dir = run_dir
         self.status = RunStatus()
-        self._tail = EventTail(RunPaths(run_dir).events, from_start=True)
+        self._paths = RunPaths(run_dir)
+        self._tail = EventTail(self._paths.events, from_start=True)
 
     def poll(self) -> RunStatus:
         """Take in what is new.
@@ -50,6 +52,7 @@ class FollowedRun:
         for event in self._tail.poll():
             self.status.observe(event)
         self.status.observe_cut(self._tail.cut, time.monotonic())
+        self.status.launcher_gone = self.status.launched and not self.status.end and is_held(self._paths) is False
         if not self.run_dir.is_dir():
             raise ConfigError(f"RUN_DIR must be the folder of a run, got {self.run_dir}; it has been removed")
         return self.status
@@ -59,7 +62,7 @@ class FollowedRun:
 
 
 def top(run_dir: Path, *, once: bool = False) -> int:
-    """Show a run until it is over, or until q or Ctrl-C; return 0, or 1 when there is nothing to show.
+    """Show a run until it is over, or until q or Ctrl-C; return 0.
 
     Ctrl-C goes through as KeyboardInterrupt, once the terminal is in order again.
 
@@ -75,8 +78,9 @@ def top(run_dir: Path, *, once: bool = False) -> int:
     console = Console(highlight=False, markup=False, emoji=False)
     live = console.is_terminal and not console.is_dumb_terminal and not once
     if not live and run.status.started is None:
-        print(f"titan-ft top: nothing has started yet: {run_dir} has no events (events/*.jsonl)", file=sys.stderr)
-        return 1
+        # A job that was only just submitted is no mistake; a live view waits for it.
+        print(f"{run_dir}: nothing has started yet (no events/*.jsonl)")
+        return 0
     if live and not run.status.end and not _watch(run, console):
         return 0
     # On the ordinary screen, so that it stays there.

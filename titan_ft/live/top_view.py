@@ -139,14 +139,18 @@ def _title(name: str, screen: Screen) -> Text:
 def _state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
     """Return how the run is, and once it is over what became of it."""
     if run.started is None:
-        return [_text("no event yet", "yellow")]
+        return [_text("nothing has started yet", "yellow")]
     what, elapsed = shape(len(run.groups), run.num_ranks), clock(run.elapsed(now))
     if run.end:
         outcome = run.outcome
         text = f"{outcome.headline}; over after {elapsed}; {what}"
         return [_text(line, _STYLES[outcome.colour]) for line in textwrap.wrap(text, max(16, screen.width))]
+    silent = now - run.last > max(SILENT_SECONDS, 2 * run.usual_seconds)
+    # Only with the silence: some file systems keep the launcher's lock on its own host.
+    if run.launcher_gone and silent:
+        return [_text(f"the launcher is gone (killed?), {clock(now - run.last)} ago; {what}", "bold red")]
     line = _text(f"running for {elapsed}; {what}")
-    if now - run.last > max(SILENT_SECONDS, 2 * run.usual_seconds):
+    if silent:
         line.append(f"; no event for {clock(now - run.last)}", "bold yellow")
     if run.num_cut:
         line.append(f"; events of {count(run.num_cut, 'process', 'processes')} are not written", "bold yellow")
