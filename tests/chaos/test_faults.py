@@ -13,6 +13,7 @@ from titan_ft.chaos.faults import (
     AGENT,
     CHECKPOINT,
     FAULTS,
+    KEEPER,
     LIGHTHOUSE,
     MISSING,
     check_target,
@@ -21,7 +22,16 @@ from titan_ft.chaos.faults import (
 )
 from titan_ft.config import ConfigError
 
-OUTSIDE = {"kill_rank", "kill_group", "kill_groups", "term_group", "stop_rank", "stop_group", "kill_lighthouse"}
+OUTSIDE = {
+    "kill_rank",
+    "kill_group",
+    "kill_groups",
+    "kill_agent",
+    "term_group",
+    "stop_rank",
+    "stop_group",
+    "kill_lighthouse",
+}
 INSIDE = {
     "segfault",
     "deadlock",
@@ -55,6 +65,7 @@ def test_needs_follow_from_who_acts() -> None:
         assert (LIGHTHOUSE in fault.needs) == (fault.scope == "lighthouse")
         assert fault.needs <= MISSING.keys()
     assert [fault.name for fault in FAULTS.values() if CHECKPOINT in fault.needs] == ["disk_full"]
+    assert [fault.name for fault in FAULTS.values() if KEEPER in fault.needs] == ["kill_agent"]
 
 
 def test_help_is_one_line_and_defaults_keep_their_rules() -> None:

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from titan_ft.chaos.faults import AGENT, CHECKPOINT, FAULTS, LIGHTHOUSE
+from titan_ft.chaos.faults import AGENT, CHECKPOINT, FAULTS, KEEPER, LIGHTHOUSE
 from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Poisson, Uniform, single
 from titan_ft.chaos.plan_file import load_plan
 from titan_ft.chaos.schedule import GroupView, Injection, View, aim, shots
 from titan_ft.config import ConfigError
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "chaos").glob("*.toml"))
-FULL = View({replica: GroupView(replica, 1, True) for replica in range(4)}, frozenset({AGENT, CHECKPOINT, LIGHTHOUSE}))
+FULL = View(
+    {replica: GroupView(replica, 1, True) for replica in range(4)}, frozenset({AGENT, CHECKPOINT, KEEPER, LIGHTHOUSE})
+)
 EVERY = '[[rule]]\nwhen = "every"\nseconds = 15\nfaults = ["kill_group"]\n'
 TRACE = '[[rule]]\nwhen = "trace"\nfile = "t.csv"\n'
 

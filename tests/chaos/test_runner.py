@@ -320,6 +320,29 @@ def test_nobody_hit_is_no_injection(tmp_path: Path) -> None:
     assert harness.up() == [0, 1, 2, 3]
 
 
+def test_an_agent_is_killed_alone(tmp_path: Path) -> None:
+    """The signal goes to the process that keeps the group; a group whose agent nobody names is left alone."""
+    harness = Harness(listed((0, "kill_agent", 1), (5, "kill_agent", 2), patience_seconds=1), tmp_path)
+    harness.launch()
+    for rank in range(harness.ranks):
+        told = {"pid": 1010 + rank, "host": "here", "config": {"chaos": True}, "agent_pid": 77}
+        harness.says(1, "worker_started", rank, **told)
+    harness.commit()
+    harness.at(1)
+    assert harness.processes.sent == [("SIGKILL", [77])]
+    assert harness.up() == [0, 2, 3]
+    harness.event("agent_ended", replica=1, attempt=1, signal="SIGKILL", restarts=True, agent_pid=77)
+    harness.attempts[1] += 1
+    harness.start(1)
+    harness.commit()
+    assert harness.up() == [0, 1, 2, 3]
+    for seconds in (6, 8):
+        harness.at(seconds)
+    (skipped,) = harness.told("fault_skipped")
+    assert skipped["reason"] == "the agent of group 2 is not known"
+    assert len(harness.processes.sent) == 1
+
+
 def test_several_groups_at_once(tmp_path: Path) -> None:
     """Each has an event of the same shot, which counts once."""
     harness = Harness(listed((0, "kill_groups", None), max_down=2), tmp_path)

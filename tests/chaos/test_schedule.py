@@ -16,12 +16,12 @@ from itertools import islice, pairwise, permutations
 
 import pytest
 
-from titan_ft.chaos.faults import AGENT, CHECKPOINT, FAULTS, LIGHTHOUSE
+from titan_ft.chaos.faults import AGENT, CHECKPOINT, FAULTS, KEEPER, LIGHTHOUSE
 from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Rule, Uniform
 from titan_ft.chaos.schedule import GroupView, Injection, Refusal, Shot, View, aim, shots
 from titan_ft.run.events import Target
 
-ALL = frozenset({AGENT, CHECKPOINT, LIGHTHOUSE})
+ALL = frozenset({AGENT, CHECKPOINT, KEEPER, LIGHTHOUSE})
 
 
 def make_plan(*rules: Rule | Listed, seed: int = 7, **rest: float) -> Plan:
@@ -406,6 +406,7 @@ def test_flips_need_a_majority_that_is_up() -> None:
         ("segfault", AGENT, "fault_tolerance.chaos = true"),
         ("disk_full", CHECKPOINT, "checkpoint.enable = true"),
         ("kill_lighthouse", LIGHTHOUSE, "titan-ft launch"),
+        ("kill_agent", KEEPER, "titan-ft launch, or under Slurm"),
     ],
 )
 def test_what_the_job_lacks_is_final(name: str, missing: str, word: str) -> None:
@@ -415,9 +416,9 @@ def test_what_the_job_lacks_is_final(name: str, missing: str, word: str) -> None
 
 
 def test_signals_need_nothing_of_the_job() -> None:
-    """All that signals do works on any job."""
+    """All that signals do to workers works on any job."""
     for name, fault in FAULTS.items():
-        if fault.by == "signal":
+        if fault.by == "signal" and name != "kill_agent":
             assert isinstance(aim(make_shot(name), make_view(4, has=frozenset()), Limits(max_down=2)), Injection)
 
 

@@ -23,11 +23,14 @@ CHECKPOINT = "checkpoint"
 """Checkpoints that the job saves."""
 LIGHTHOUSE = "lighthouse"
 """A lighthouse that the job's launcher starts again."""
+KEEPER = "keeper"
+"""Agents of groups that somebody starts again: the launcher, or Slurm's script, which requeues the group."""
 
 MISSING = {
     AGENT: "the job has no agents: start it with fault_tolerance.chaos = true",
     CHECKPOINT: "the job saves no checkpoints: start it with checkpoint.enable = true",
     LIGHTHOUSE: "the job's launcher keeps no lighthouse: start the job with titan-ft launch",
+    KEEPER: "nobody starts a group's agent again: start the job with titan-ft launch, or under Slurm",
 }
 """What to say of a job that lacks what a fault needs."""
 
@@ -63,7 +66,7 @@ class Fault:
     min_up: int = 2
     """Fewest groups that contribute before it. With 2 the target is not the only one."""
     needs: frozenset[str] = frozenset()
-    """What the job must have: `AGENT`, `CHECKPOINT`, `LIGHTHOUSE`."""
+    """What the job must have: `AGENT`, `CHECKPOINT`, `LIGHTHOUSE`, `KEEPER`."""
 
     def num_targets(self, params: Mapping[str, float]) -> int:
         """Return how many groups are targets."""
@@ -104,6 +107,12 @@ FAULTS: Mapping[str, Fault] = {
         _signal("kill_rank", "rank", "SIGKILL to one rank"),
         _signal("kill_group", "group", "SIGKILL to all ranks of a group"),
         _signal("kill_groups", "groups", "SIGKILL to `count` groups at once", params={"count": 2}),
+        _signal(
+            "kill_agent",
+            "group",
+            "SIGKILL to the process that keeps a group's workers, and to no other",
+            needs=frozenset({KEEPER}),
+        ),
         _signal("term_group", "group", "SIGTERM to a group, which finishes its step and leaves"),
         _signal("stop_rank", "rank", "SIGSTOP to one rank, SIGCONT `seconds` later", params={"seconds": 10.0}),
         _signal("stop_group", "group", "SIGSTOP to a group, SIGCONT `seconds` later", params={"seconds": 10.0}),

@@ -8,10 +8,11 @@ import os
 from dataclasses import dataclass, field
 
 from titan_ft.chaos.disturbance import Disturbance
-from titan_ft.chaos.faults import AGENT, CHECKPOINT, LIGHTHOUSE
+from titan_ft.chaos.faults import AGENT, CHECKPOINT, KEEPER, LIGHTHOUSE
 from titan_ft.chaos.processes import Worker
 from titan_ft.chaos.schedule import GroupView, View
 from titan_ft.run.events import (
+    AgentEnded,
     Drained,
     Event,
     FaultInjected,
@@ -50,6 +51,8 @@ class Group:
     left_out_of: int = -1
     """Newest step that others committed without it."""
     workers: dict[int, Worker] = field(default_factory=dict)
+    agent: Worker | None = None
+    """The process that keeps its workers, where that is this project's."""
     disturbances: list[Disturbance] = field(default_factory=list)
     """What it has yet to show that it is over."""
 
@@ -65,7 +68,7 @@ class Job:
         self._forget()
 
     def _forget(self) -> None:
-        self._stopping = False
+        self._stopping = self._launched = False
         self._finished: set[int] = set()
         self.trained_together = False
         """A step to which all groups contributed has been committed."""
@@ -74,7 +77,11 @@ class Job:
         self._num_groups = 0
         self._num_ranks = 1
         self._groups: dict[int, Group] = {}
-        self._has = {AGENT: True, CHECKPOINT: True}  # until the job says otherwise; an order may then find no taker
+        self._has = {
+            AGENT: True,
+            CHECKPOINT: True,
+            KEEPER: True,
+        }  # until the job says otherwise; an order may then find no taker
         self._digests: dict[int, dict[tuple[int, int], tuple[str, float]]] = {}
 
     @property
@@ -101,6 +108,12 @@ class Job:
         workers = self.group(target.replica).workers
         return [worker for rank, worker in sorted(workers.items()) if target.rank in (None, rank)]
 
+    def agents(self, target: Target) -> list[Worker]:
+        """Return the agent of a group, if it is known."""
+        assert target.replica is not None, "the lighthouse has no agent"
+        agent = self.group(target.replica).agent
+        return [] if agent is None else [agent]
+
     def group(self, replica: int) -> Group:
         """Return what is known of a group; of one that has said nothing yet, too."""
         return self._groups.setdefault(replica, Group(replica))
@@ -121,6 +134,7 @@ class Job:
         match event:
             case LaunchStarted():  # a run directory may hold several launches
                 self._forget()
+                self._launched = True
                 self._num_groups, self._num_ranks = event.replicas, event.ranks_per_replica
             case LighthouseStarted():
                 self.lighthouse = event
@@ -147,7 +161,7 @@ class Job:
                 self._finished.add(group.replica)
             case WorkerExited() if event.rank in group.workers and event.worker_pid != group.workers[event.rank].pid:
                 pass  # of a worker that was replaced since
-            case WorkerExited() | Drained() | Hung() | RankSilent() | ReplicaGaveUp():
+            case WorkerExited() | AgentEnded() | Drained() | Hung() | RankSilent() | ReplicaGaveUp():
                 group.dead, group.contributes = True, False
             case HealFinished():
                 for disturbance in group.disturbances:
@@ -164,10 +178,16 @@ class Job:
             self._finished.discard(group.replica)
         name = f"rank {rank} of group {group.replica}"
         group.workers[rank] = Worker(name, event.pid, event.host, event.mono, event.slurm)
+        if event.agent_pid is not None:
+            agent = f"the agent of group {group.replica}"
+            group.agent = Worker(agent, event.agent_pid, event.host, event.mono, event.slurm)
+        else:
+            group.agent = None
         self._num_ranks = max(self._num_ranks, rank + 1)
         if event.config is not None:
             self._num_groups = self._num_groups or event.config.group_size
-            self._has = {AGENT: event.config.chaos, CHECKPOINT: event.config.checkpoint}
+            keeper = self._launched or event.slurm is not None
+            self._has = {AGENT: event.config.chaos, CHECKPOINT: event.config.checkpoint, KEEPER: keeper}
 
     def _commit(self, group: Group, event: StepCommitted) -> None:
         """Note who contributed to a step. Only a group's own commits show that it is up, not those of others."""

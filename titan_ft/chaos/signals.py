@@ -17,7 +17,9 @@ from titan_ft.chaos.processes import Processes, Reach, Unreachable, Worker
 from titan_ft.chaos.schedule import Injection, Shot
 from titan_ft.run.events import Target
 
+KILL_AGENT = "kill_agent"
 _SIGNALS = {
+    KILL_AGENT: signal.SIGKILL,
     "kill_lighthouse": signal.SIGKILL,
     "kill_rank": signal.SIGKILL,
     "kill_group": signal.SIGKILL,
@@ -77,7 +79,7 @@ class Signals:
         missed: list[tuple[Target, Unreachable]] = []
         for target in aimed.targets:
             try:
-                held.append((target, self._reach(target, lighthouse_pid)))
+                held.append((target, self._reach(target, lighthouse_pid, agent=aimed.fault.name == KILL_AGENT)))
             except Unreachable as error:
                 missed.append((target, error))
         if not held:
@@ -123,13 +125,15 @@ class Signals:
         for one in due:  # announced when all of them go on, because the disk may be full
             self._outcomes.undone(one.shot, one.target)
 
-    def _reach(self, target: Target, lighthouse_pid: int | None = None) -> Reach:
+    def _reach(self, target: Target, lighthouse_pid: int | None = None, *, agent: bool = False) -> Reach:
         if target.lighthouse:
             if lighthouse_pid is None:
                 raise Unreachable("the lighthouse does not run right now")
             workers = [Worker("the lighthouse", lighthouse_pid, host="")]
             return self._processes.reach(workers, workers)
-        workers = self._job.workers(target)
+        workers = self._job.agents(target) if agent else self._job.workers(target)
+        if agent and not workers:
+            raise Unreachable(f"the agent of group {target.replica} is not known")
         if not workers:
             raise Unreachable(f"no worker of group {target.replica} has said where it runs")
         return self._processes.reach(workers, self._job.everyone())

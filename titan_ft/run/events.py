@@ -183,6 +183,8 @@ class WorkerStarted(RankEvent, kw_only=True):
     config_digest: str  # hash of what must be equal in the configs of all groups, hex
     host: str  # its host's name
     slurm: dict[str, str] | None  # Slurm's ids of the job and the step that it belongs to, its node; null outside Slurm
+    # process of the agent that keeps its group; left out where that is not this project's
+    agent_pid: int | None = None
     config: WorkerConfig | None = None  # fields of its config; left out by a trainer that is not this project's
     setup: Setup | None = None  # what it trains, on what; left out likewise
     arguments: list[str] | None = None  # its command line, without the program; left out likewise

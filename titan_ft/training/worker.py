@@ -15,6 +15,7 @@ from titan_ft import device, versions
 from titan_ft.round_settings import steps_per_round
 from titan_ft.run.events import Setup, WorkerConfig, WorkerStarted
 from titan_ft.run.log import EventLog
+from titan_ft.run.orphan import PARENT_PID_ENV
 from titan_ft.run.paths import RunPaths
 
 DEGREES = (
@@ -85,6 +86,7 @@ def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
             config_digest=launch.config_digest,
             host=socket.gethostname(),
             slurm=launch.slurm,
+            agent_pid=int(os.environ.get(PARENT_PID_ENV, "0")) or None,
             config=settings,
             setup=describe(job_config),
             arguments=list(launch.arguments),

@@ -56,7 +56,18 @@ FAULT, MIDDLE = "#d23f31", "#87909b"  # both to be seen on a light page and on a
 CATEGORIES: dict[str, tuple[str, frozenset[str]]] = {
     "process killed": (
         "triangle-down",
-        frozenset({"kill_rank", "kill_group", "kill_groups", "kill_donor", "term_group", "segfault", "out_of_memory"}),
+        frozenset(
+            {
+                "kill_rank",
+                "kill_group",
+                "kill_groups",
+                "kill_agent",
+                "kill_donor",
+                "term_group",
+                "segfault",
+                "out_of_memory",
+            }
+        ),
     ),
     "error raised": ("x", frozenset({"exception", "abort_process_group", "disk_full"})),
     "stopped or slow": ("square", frozenset({"stop_rank", "stop_group", "deadlock", "slow_rank"})),
