@@ -42,7 +42,7 @@ def kill_group(run_dir: Path, replica: int, at_step: int, timeout_seconds: float
     if not workers:
         return f"group {replica} has no live worker on this host"
     log = EventLog(events_folder / f"kill-group-{os.getpid()}.jsonl")
-    log.emit(FaultInjected(fault="sigkill_group", target=Target(replica), seed=None))
+    log.emit(FaultInjected(fault="kill_group", target=Target(replica), seed=None))
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     log.close()

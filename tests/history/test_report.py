@@ -42,7 +42,7 @@ from titan_ft.history.report.facts import (
 from titan_ft.history.report.interactive import figure
 from titan_ft.history.report.layers import Band, Bars, Boxes, Chart, Line, Marks, Rules
 from titan_ft.history.report.page import write_report
-from titan_ft.history.report.phases import Phase
+from titan_ft.history.report.phases import Phase, find_phases
 from titan_ft.history.report.style import DETAILS, GLYPHS, OTHER, STATES, category
 from titan_ft.history.report.thinning import MAX_BOXES, thin_rows
 from titan_ft.history.report.words import duration
@@ -512,6 +512,25 @@ def test_outcome_comes_first(tmp_path: Path) -> None:
         assert ("What failed" in page.headings) is (style == "fails")
 
 
+def test_group_that_is_lost_is_named_once(tmp_path: Path) -> None:
+    """A run that finished without a group says so first; the reason follows, marked, and is not told twice."""
+    job = Job(2)
+    job.train(BEGIN + 10)
+    error = {"code": 1, "error": "ValueError: odd", "where": "odd.py:7"}
+    job._log(job.time, "worker_exited", 1, reason="", stopped=False, **error)
+    job._log(job.time, "replica_gave_up", 1, reason="again", log="", error="ValueError: odd")
+    job._ready[1] = math.inf
+    job.train(BEGIN + 20)
+    record = RunRecord(job.finish())
+    page = read_page(record.events, tmp_path)
+    assert f" Finished at step {job.step} without group 1, lost since step" in page.text
+    failed = page.text.partition("What failed")[2].partition("The run")[0]
+    assert "Group 1 is lost since step" in failed
+    assert failed.count("ValueError: odd") == 1
+    assert 'class="failed decisive"' in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert find_phases(record)[1][-1].state == "lost"
+
+
 def test_why_it_failed_is_on_the_page(tmp_path: Path) -> None:
     """The exception, its place, the last lines of the log as text, and links that lead from the page to the files."""
     run_dir = tmp_path / "a run"
@@ -792,6 +811,7 @@ def test_every_state_and_fault_has_its_look() -> None:
         "sigkill_group": "process killed",
         "exit code 1": "error raised",
         "torch.OutOfMemoryError: boom": "error raised",
+        "gaierror: [Errno -2] Name or service not known": "error raised",
         "silent": "network",
         "other digest": "wrong numbers",
         "my fault": "other failure",

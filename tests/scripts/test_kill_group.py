@@ -77,7 +77,7 @@ def test_it_kills_all_of_the_groups_latest_attempt_and_nothing_else(
     assert {rank0.wait(10), rank1.wait(10)} == {-signal.SIGKILL}
     assert [process.poll() for process in (other, earlier, stranger)] == [None, None, None]
     (fault,) = [event for event in read_events(tmp_path / "events") if isinstance(event, FaultInjected)]
-    assert (fault.fault, fault.target, fault.seed) == ("sigkill_group", Target(1), None)
+    assert (fault.fault, fault.target, fault.seed) == ("kill_group", Target(1), None)
 
 
 def test_it_waits_for_the_groups_own_step(tmp_path: Path, start: Callable[[str], Process]) -> None:

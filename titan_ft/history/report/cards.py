@@ -140,6 +140,8 @@ def _spread(name: str, values: Sequence[float], whose: str) -> Card:
 
 def _hours(hours: float) -> str:
     """Return hours with three digits that mean something."""
+    if hours < 0.0005:
+        return "0"
     if hours >= 99.5:
         return f"{hours:,.0f}"
     return f"{hours:.1f}" if hours >= 9.95 else f"{hours:.2f}" if hours >= 0.095 else f"{hours:.3f}"

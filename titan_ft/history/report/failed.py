@@ -37,7 +37,7 @@ class Failed:
     last: float
     """When it ended one for the first and for the last time; seconds since the run's begin."""
     decisive: bool
-    """Whether the outcome names it."""
+    """Whether the outcome names it: because of it the run failed, or a group is lost for good."""
 
     @property
     def place(self) -> str:
@@ -69,10 +69,13 @@ def find_failed(record: RunRecord) -> list[Failed]:
         for attempt in attempts
         if attempt.fault is not None
     }
-    decisive = find_outcome(record).reason
+    outcome = find_outcome(record)
+    decisive = outcome.reason
+    lost = {kind_of(group.reason.text) for group in outcome.lost if group.reason is not None}
     found = []
     for kind, reasons in alike.items():
         decides = decisive is not None and kind_of(decisive.text) == kind
+        loses = kind in lost
         found.append(
             Failed(
                 reason=decisive if decides and decisive is not None else reasons[-1],
@@ -81,7 +84,7 @@ def find_failed(record: RunRecord) -> list[Failed]:
                 num_injected=sum((reason.slot, reason.attempt) in injected for reason in reasons),
                 first=reasons[0].time - record.begin,
                 last=reasons[-1].time - record.begin,
-                decisive=decides,
+                decisive=decides or loses,
             )
         )
     return sorted(found, key=lambda one: (not one.decisive, one.num_injected == one.count, -one.last))

@@ -84,8 +84,9 @@ def find_phases(record: RunRecord) -> dict[int, tuple[Phase, ...]]:
     found = {}
     for group, row in timeline(record).groups.items():
         phases = list(_fold(record, group, row))
-        if group in lost and phases[-1].state == "unknown":
-            phases[-1] = replace(phases[-1], state="lost", detail="lost for good")
+        died = [attempt.failed for attempt in record.attempts.get(group, [])][-1:] == [True]
+        if phases[-1].state == "unknown" and (group in lost or died):
+            phases[-1] = replace(phases[-1], state="lost", detail="not started again")
         found[group] = tuple(phases)
     return found
 

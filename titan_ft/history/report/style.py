@@ -76,8 +76,8 @@ CATEGORIES: dict[str, tuple[str, frozenset[str]]] = {
     "lighthouse killed": ("star", frozenset({"kill_lighthouse"})),
 }
 _NOT_INJECTED = {
-    "process killed": "SIG|sigkill|killed|the agent",  # "sigkill_group" is the name that scripts/kill_group.py gives
-    "error raised": r"exit|[\w.]+(Error|Exception|Interrupt)\b",
+    "process killed": "SIG|sigkill|killed|the agent",  # "sigkill_group" is the name that the benchmarks give
+    "error raised": r"exit|[\w.]+(Error|Exception|Interrupt)\b|[\w.]+: ",
     "network": "silent|out of reach",
     "wrong numbers": "other digest",
 }
