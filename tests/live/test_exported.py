@@ -14,6 +14,7 @@ from typing import Any
 
 import promql_parser
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.event_builder import build
@@ -142,6 +143,36 @@ def test_the_dashboard_asks_for_what_is_there() -> None:
             assert set(labels.split(", ")) <= known, expr
         asked |= {re.sub(r"_(bucket|sum|count)$", "", name) if name not in exported() else name for name in names}
     assert asked == set(exported())
+
+
+def test_the_alert_rules_ask_for_what_is_there() -> None:
+    """Each rule has a name of its own, a query that Prometheus takes over metrics that are there, and a text."""
+    (group,) = yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text())["groups"]
+    rules = group["rules"]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    asked = set()
+    for rule in rules:
+        assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"].keys() == {"summary", "description"}
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "1m"))
+        promql_parser.parse(rule["expr"])
+        asked |= set(re.findall(r"\btitan_ft_\w+", rule["expr"]))
+    assert asked <= exported().keys()
+    assert {"titan_ft_participants", "titan_ft_groups", "titan_ft_failures_total"} <= asked
+
+
+def test_each_state_of_a_group_has_a_number_and_a_colour() -> None:
+    """The dashboard draws one row a group: its query gives each state the number that the mapping names."""
+    board = json.loads(DASHBOARD.read_text())
+    (panel,) = [panel for panel in board["panels"] if panel["title"] == "State of each group"]
+    (expr,) = queries(panel)
+    numbers = {state: int(number) for state, number in re.findall(r'state="(\w+)"\} == 1\) \* (\d+)', expr)}
+    assert expr.startswith("max by (replica) (")
+    (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+    assert {shown["text"]: int(number) for number, shown in mapping["options"].items()} == numbers
+    assert numbers.keys() == set(status.STATES)
+    assert len(set(numbers.values())) == len(status.STATES)
 
 
 def test_the_dashboard_is_one_that_grafana_takes() -> None:

@@ -319,6 +319,36 @@ def test_a_group_serves_its_own_figures(tmp_path: Path) -> None:
         metrics.close()
 
 
+def test_a_lost_group_does_not_just_vanish(tmp_path: Path) -> None:
+    """Its own agent is gone: the agent of the group that missed it shows its state, until it is back."""
+    paths = RunPaths(tmp_path)
+    paths.events.mkdir()
+    metrics = GroupMetrics("0", paths, 0)
+
+    def write(*events: Any) -> dict[Series, float]:
+        with (paths.events / "replica-0-rank-0-attempt-0-8.jsonl").open("ab") as file:
+            file.write(b"".join(map(encode, events)))
+        metrics.poll()
+        return scrape(metrics)
+
+    try:
+        start = event("worker_started", 0, time=1000.0, config={"steps": 500, "group_size": 2})
+        found = write(start, step(2, time=1001.0, participants=[0, 1]))
+        assert not any(dict(labels).get("replica") == "1" for _, labels in found)
+        found = write(
+            event("group_lost", 0, time=1011.0, slot=1, seconds=10.0, last_step=2),
+            step(3, participants=[0], time=1012.0),
+        )
+        assert value(found, "group_state", replica="1", state="lost") == 1
+        assert value(found, "group_state", replica="1", state="training") == 0
+        assert (value(found, "participants"), value(found, "groups")) == (1, 2)
+        found = write(event("group_back", 0, time=1030.0, slot=1, seconds=29.0))
+        names = {name for name, labels in found if dict(labels).get("replica") == "1"}
+        assert "titan_ft_group_state" not in names
+    finally:
+        metrics.close()
+
+
 def test_two_servers_share_nothing(server: MetricsServer) -> None:
     """Each run has a registry of its own."""
     other = MetricsServer(0)

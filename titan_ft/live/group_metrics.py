@@ -8,6 +8,7 @@ import threading
 
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.run_status import RunStatus
+from titan_ft.live.status import LOST
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import EventTail
 
@@ -21,7 +22,7 @@ class GroupMetrics:
 
     What the group's own processes announce is counted from now on; what they have announced before is not. All metrics
     are there, by the same names as a launcher's: those of the whole job as this group sees them, those of groups for
-    this one.
+    this one, and the state of groups that this one has reported as lost.
 
     Args:
         place: PORT or HOST:PORT.
@@ -58,4 +59,6 @@ class GroupMetrics:
             self._server.observe(event)
         groups = self._status.groups
         if self._replica in groups:
-            self._server.update({self._replica: groups[self._replica]}, num_groups=len(groups))
+            # A lost group cannot say so itself, and its own series have vanished: the group that missed it shows it.
+            shown = {r: group for r, group in groups.items() if r == self._replica or group.state == LOST}
+            self._server.update(shown, num_groups=len(groups))

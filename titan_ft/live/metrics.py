@@ -124,7 +124,7 @@ class MetricsServer:
         for figure in (self._loss, self._grad_norm, self._lr, self._target, self._last_commit):
             figure.set(float("nan"))  # before the first step
         self._participants = gauge("participants", "Groups that contributed to that step.")
-        self._groups = gauge("groups", "Groups of the run.")
+        self._groups = gauge("groups", "Groups that the run should have.")
         self._state = gauge("group_state", "1 for the state that the group is in, else 0.", ("replica", "state"))
         self._own_seconds = gauge(
             "group_step_seconds",
@@ -189,9 +189,15 @@ class MetricsServer:
         """Set what is known of the groups; called often.
 
         Args:
+            groups: those that are shown; the state of a group that was shown and is not among them goes.
             num_groups: groups of the run, where these are not all of them.
         """
         self._groups.set(len(groups) if num_groups is None else num_groups)
+        for replica in self._shown.keys() - groups.keys():
+            del self._shown[replica]
+            self._own_seconds.remove(str(replica))
+            for state in status.STATES:
+                self._state.remove(str(replica), state)
         for replica, group in groups.items():
             if self._shown.get(replica) == group:
                 continue
