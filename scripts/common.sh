@@ -12,6 +12,16 @@ number() { # name, least value, value
     fi
 }
 
+help_first() { # the script's arguments, before it installs or starts anything
+    local word
+    for word in "$@"; do
+        if [[ $word == --help || $word == -h ]]; then
+            echo "$usage"
+            exit 0
+        fi
+    done
+}
+
 become() { # module of this project, and its arguments
     local python=${TITAN_FT_PYTHON:-$root/.venv/bin/python}
     command -v "$python" >/dev/null || refuse "no $python; run scripts/setup_env.sh first, or set TITAN_FT_PYTHON"
@@ -31,7 +41,7 @@ read_options() { # names of the options that have a value, names of those that h
         --help | -h) echo "$usage" && exit 0 ;;
         --) shift && break ;;
         *)
-            if [[ $1 == --* && $switches == *" $name "* ]]; then
+            if [[ $1 == "--$name" && $switches == *" $name "* ]]; then
                 printf -v "${name//-/_}" yes && shift && continue
             fi
             [[ $1 == --* && $valued == *" $name "* ]] || refuse "no option '$1' (torchtitan flags go after --); see --help"

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Train two groups of one rank, SIGKILL group 1 after a step, let it come back, print the report.
-# usage: kill_and_rejoin.sh RUN_DIR [torchtitan flags]   (TITAN_FT_PYTHON: the interpreter to use)
-# Exit status: 0 if group 1 was killed, contributed again, and all digests are equal.
+usage='usage: kill_and_rejoin.sh RUN_DIR [torchtitan flags]   (TITAN_FT_PYTHON: the interpreter to use)
+Exit status: 0 if group 1 was killed, contributed again, and all digests are equal.'
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-run_dir=${1:?usage: kill_and_rejoin.sh RUN_DIR [torchtitan flags]}
+source scripts/common.sh
+help_first "$@"
+run_dir=${1:?$usage}
 shift
 
 launcher="" killer=""

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Two groups share one GPU, with Gloo between them: a kill, a rejoin, a report.
 # Arguments are torchtitan flags: bash scripts/smoke_single_gpu.sh --training.steps=60
+usage='usage: smoke_single_gpu.sh [torchtitan flags, such as --training.steps=60]
+Two groups share one GPU, with Gloo between them: a kill, a rejoin, a report.
+Makes .venv first, which takes minutes; with TITAN_FT_PYTHON set nothing is installed.'
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
 source scripts/common.sh
+help_first "$@"
 
 instead="on a machine without one run scripts/quickstart.sh"
 has_gpu || refuse "needs a GPU, and neither 'nvidia-smi -L' nor /dev/kfd shows one; $instead"

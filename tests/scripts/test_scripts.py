@@ -250,6 +250,25 @@ def test_the_gpu_check_refuses_what_it_cannot_do(arguments: tuple[str, ...], tol
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "script", ["quickstart", "smoke_single_gpu", "test", "explore", "campaign", "check_gpu", "kill_and_rejoin"]
+)
+def test_help_comes_before_anything_is_installed(script: str, tmp_path: Path) -> None:
+    """At once, also where there is no Python at all."""
+    for tool in ("dirname", "cat"):
+        (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
+    result = run(f"{script}.sh", "--help", path=str(tmp_path), PYTHON="/no/python")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"usage: {script}.sh")
+
+
+def test_a_value_may_follow_an_equals_sign(tmp_path: Path) -> None:
+    """As in the commands of titan-ft; what has no value is no option of that form."""
+    result = run("campaign.sh", "--minutes=1")
+    assert "--minutes must be a whole number, at least 2, got '1'" in result.stderr
+    assert "no option '--resume=yes'" in run("campaign.sh", "--resume=yes").stderr
+
+
 def test_the_set_up_names_the_python_it_needs(tmp_path: Path) -> None:
     """Without a Python from 3.11 to 3.13 there is one clear line."""
     for tool in ("dirname", "cat"):
