@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+import yaml
 
 from titan_ft.cli import main
 from titan_ft.cluster.group import find_ranks_per_node
@@ -340,6 +341,14 @@ def test_a_folder_without_events(command: list[str], tmp_path: Path, capsys: pyt
     assert "has no events" in told.err
 
 
+def test_the_dashboard_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """As Grafana imports it."""
+    assert main(["dashboard"]) == 0
+    assert json.loads(capsys.readouterr().out)["panels"]
+    assert main(["dashboard", "--alerts"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["groups"]
+
+
 def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of the user's own is taken, also where it is called like a packaged one."""
     monkeypatch.chdir(tmp_path)
@@ -348,8 +357,8 @@ def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert find_config(Path("llama3_debug.toml")) == Path("llama3_debug.toml")
 
 
-def test_a_wheel_has_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files of configs/ are package data, as setuptools reads pyproject.toml and the tree."""
+def test_a_wheel_has_what_the_commands_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs, batch scripts, manifests, the dashboard: as setuptools reads pyproject.toml and the tree."""
     from setuptools import Distribution
     from setuptools.config.pyprojecttoml import apply_configuration
 
@@ -363,6 +372,11 @@ def test_a_wheel_has_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = ROOT / "configs"
     wanted = {Path("titan_ft/configs", path.relative_to(configs)) for path in configs.rglob("*.*")}
     assert {path for path in packed if "configs" in path.parts} == wanted
+    for folder in ("cluster/batch", "cluster/manifests"):
+        wanted = {path.relative_to(ROOT) for path in (ROOT / "titan_ft" / folder).iterdir()}
+        assert len(wanted) > 2
+        assert wanted <= packed
+    assert {Path("titan_ft/live/grafana.json"), Path("titan_ft/live/alerts.yml")} <= packed
 
 
 @pytest.mark.parametrize("name", ["tyro", "titan_ft.live.top"])

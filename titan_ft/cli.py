@@ -19,6 +19,7 @@ from titan_ft.options import (
     Check,
     Completion,
     Curves,
+    Dashboard,
     Group,
     Kubernetes,
     Launch,
@@ -134,6 +135,11 @@ def _run(argv: list[str]) -> int:
             from titan_ft.cluster.kubernetes import render
 
             print(render(command, worker_args))
+            return 0
+        case Dashboard():
+            from titan_ft.live import ALERTS, DASHBOARD
+
+            print((ALERTS if command.alerts else DASHBOARD).read_text(encoding="utf-8"), end="")
             return 0
         case Completion():
             print(complete(command.shell))

@@ -395,6 +395,17 @@ class ShowConfig:
 
 
 @dataclass(frozen=True)
+class Dashboard:
+    """Print a dashboard of a run's figures for Grafana, to import there; it asks for the Prometheus and the run.
+
+    Example: titan-ft dashboard
+    """
+
+    alerts: Annotated[bool, _FLAG] = False
+    """Print rules for Prometheus instead, which alert on a run that stands still or lacks groups."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """Print what lets a shell complete the commands of titan-ft and their options.
 
@@ -419,6 +430,7 @@ COMMANDS: dict[str, type] = {
     "lighthouse": Lighthouse,
     "slurm submit": SlurmSubmit,
     "kubernetes": Kubernetes,
+    "dashboard": Dashboard,
     "completion": Completion,
 }
 """By what is typed after titan-ft, which may be two words."""

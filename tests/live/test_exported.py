@@ -18,12 +18,12 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.event_builder import build
-from titan_ft.live import status
+from titan_ft.live import ALERTS, DASHBOARD, status
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.run import events as ev
 
 ROOT = Path(__file__).parents[2]
-DASHBOARD = ROOT / "docs" / "grafana.json"
+
 # https://prometheus.io/docs/practices/naming, and what promtool check metrics finds.
 UNITS = ("seconds", "bytes", "ratio", "celsius", "meters", "volts", "amperes", "joules", "grams")
 NOT_BASE = (
@@ -147,7 +147,7 @@ def test_the_dashboard_asks_for_what_is_there() -> None:
 
 def test_the_alert_rules_ask_for_what_is_there() -> None:
     """Each rule has a name of its own, a query that Prometheus takes over metrics that are there, and a text."""
-    (group,) = yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text())["groups"]
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
     rules = group["rules"]
     assert len({rule["alert"] for rule in rules}) == len(rules)
     asked = set()
