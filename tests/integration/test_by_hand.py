@@ -1,0 +1,140 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Groups that are started by hand, as docs/operations.md says: on two hosts, and by torchtitan's own run_train.sh."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from titan_ft.launch.lighthouse import ANNOUNCEMENT
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 150
+FLAGS = ("--model.flavor=debugmodel_half", "--training.seq_len=32", "--training.steps=6")
+TITAN_FT = (sys.executable, "-m", "titan_ft")
+# How run_train.sh of torchtitan 0.2.2 starts a job.
+RUN_TRAIN = """torchrun --nproc_per_node=${NGPU} --rdzv_backend c10d --rdzv_endpoint="localhost:0" \\
+    --local-ranks-filter ${LOG_RANK} --role rank --tee 3 \\
+    -m ${TRAIN_FILE} --job.config_file ${CONFIG_FILE} "$@"
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start processes; those that still run are ended with the test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(*command: str, **environment: str) -> subprocess.Popen[str]:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of torchrun
+        env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        log = (tmp_path / f"{len(processes)}.log").open("w")
+        with log:
+            process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True)
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        process.communicate(timeout=60)
+
+
+def announced(lighthouse: subprocess.Popen[str]) -> str:
+    """Return the address that a lighthouse prints."""
+    assert lighthouse.stdout is not None
+    return lighthouse.stdout.readline().strip().removeprefix(ANNOUNCEMENT)
+
+
+def expect_success(groups: Sequence[subprocess.Popen[str]], folder: Path) -> None:
+    """Wait for the end of groups, which must have trained one trajectory together."""
+    for group in groups:
+        group.communicate(timeout=SECONDS)
+    logs = {path.name: path.read_text()[-3000:] for path in folder.glob("*.log")}
+    assert [group.returncode for group in groups] == [0] * len(groups), logs
+    check = subprocess.run([*TITAN_FT, "check", str(folder / "run")], capture_output=True, text=True, cwd=ROOT)
+    assert check.returncode == 0, check.stdout
+    events = "".join(path.read_text() for path in (folder / "run" / "events").glob("*.jsonl"))
+    assert events.count('"participants": [0, 1]') >= 2 * 6
+
+
+@pytest.mark.slow
+def test_torchtitans_own_script_starts_groups(start: Start, tmp_path: Path) -> None:
+    """TRAIN_FILE=titan_ft.train is all that changes; the groups meet at the lighthouse and train together."""
+    (tmp_path / "run_train.sh").write_text(RUN_TRAIN)
+    address = announced(start(*TITAN_FT, "lighthouse", "--bind", "127.0.0.1:0"))
+    environment = {
+        "TORCHFT_LIGHTHOUSE": address,
+        "TRAIN_FILE": "titan_ft.train",
+        "NGPU": "1",
+        "LOG_RANK": "0",
+        "CONFIG_FILE": str(ROOT / "configs" / "llama3_debug.toml"),
+    }
+    own = (f"--job.dump_folder={tmp_path / 'run'}", "--fault_tolerance.enable", "--fault_tolerance.group_size=2")
+    groups = [
+        start("bash", "run_train.sh", *own, f"--fault_tolerance.replica_id={replica}", *FLAGS, **environment)
+        for replica in range(2)
+    ]
+    expect_success(groups, tmp_path)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[list[str]]]:
+    """Provide two hosts, network namespaces with IPv6 alone, by what puts a command there.
+
+    Their own names are resolved to nothing, and the loopback of one is not that of the other.
+    """
+    if os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
+        pytest.skip("needs root, iproute2 and util-linux")
+    names = [f"titan-ft-{uuid.uuid4().hex[:6]}" for _ in range(2)]
+
+    def ip(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=60, check=False)
+
+    if ip("netns", "add", names[0]).returncode:
+        pytest.skip("needs network namespaces")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "eth7", "netns", names[0], "type", "veth", "peer", "name", "eth7", "netns", names[1])
+        for number, name in enumerate(names, start=1):
+            address = f"fd00:77::{number}/64"
+            for words in ("link set lo up", "link set eth7 up", f"address add {address} dev eth7 nodad"):
+                done = ip("-n", name, *words.split())
+                assert done.returncode == 0, done.stderr
+        renamed = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
+        yield [["ip", "netns", "exec", name, *renamed, f"host-of-{name}"] for name in names]
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False], ids=["one folder", "a folder each"])
+def test_two_hosts(start: Start, hosts: list[list[str]], tmp_path: Path, shared: bool) -> None:
+    """The address that the lighthouse prints is all that they know of each other."""
+    address = announced(start(*hosts[0], *TITAN_FT, "lighthouse"))
+    assert address == "http://[fd00:77::1]:29510"
+    folders = [tmp_path / "run" if shared else tmp_path / f"run{replica}" for replica in range(2)]
+    groups = []
+    for replica, (host, folder) in enumerate(zip(hosts, folders, strict=True)):
+        options = ["--replica", str(replica), "--replicas", "2", "--ranks-per-node", "1", "--lighthouse", address]
+        command = [*TITAN_FT, "group", "llama3_debug", *options, "--run-dir", str(folder), "--", *FLAGS]
+        groups.append(start(*host, *command, TITAN_FT_TOKEN="secret"))
+    for group in groups:
+        group.communicate(timeout=SECONDS)
+    if not shared:
+        (tmp_path / "run" / "events").mkdir(parents=True)
+        for file in tmp_path.glob("run?/events/*.jsonl"):
+            shutil.copy(file, tmp_path / "run" / "events")
+    expect_success(groups, tmp_path)
