@@ -41,6 +41,14 @@ def test_silent_group_is_lost_once_and_then_back() -> None:
     assert roll.call({0: 0.0, 1: 0.1, 2: 11.0}, [], 32.5) == [Lost(2, 11.0, 5)]
 
 
+def test_a_page_that_is_read_late_makes_no_dead_group_live() -> None:
+    """On a busy host the ages on the page were seconds old when they were counted; the last heartbeat moved with them."""
+    roll = trained()
+    assert roll.call({0: 0.0, 1: 0.0, 2: 10.5}, [], 16.0) == [Lost(2, 10.5, 5)]
+    assert roll.call({0: 0.0, 1: 0.0, 2: 11.5}, [], 19.0) == []
+    assert roll.call({0: 0.0, 1: 0.0, 2: 12.0}, [], 21.0) == []
+
+
 def test_group_that_takes_part_is_back() -> None:
     """It was silent until then, also if the next call comes later."""
     roll = trained()

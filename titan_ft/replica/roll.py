@@ -118,7 +118,9 @@ class Roll:
             silent = now - group.heard
             if slot in left:
                 group.reported = 0.0
-            elif group.reported and group.heard > group.silent_since:
+            elif group.reported and silent < limit / 2:
+                # Not by a newer heartbeat alone: the age on the lighthouse's page is a little old when it is
+                # read, on a busy host by seconds, so that a dead group's last heartbeat seems to move.
                 found.append(Back(slot, group.heard - group.silent_since))
                 group.reported = 0.0
             elif reports and silent >= max(limit, _REPEAT * group.reported):
