@@ -42,7 +42,7 @@ def test_silent_group_is_lost_once_and_then_back() -> None:
 
 
 def test_a_page_that_is_read_late_makes_no_dead_group_live() -> None:
-    """On a busy host the ages on the page were seconds old when they were counted; the last heartbeat moved with them."""
+    """On a busy host the ages on the page are seconds old when they are counted: the last heartbeat seems to move."""
     roll = trained()
     assert roll.call({0: 0.0, 1: 0.0, 2: 10.5}, [], 16.0) == [Lost(2, 10.5, 5)]
     assert roll.call({0: 0.0, 1: 0.0, 2: 11.5}, [], 19.0) == []
