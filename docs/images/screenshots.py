@@ -45,13 +45,13 @@ def draw_top(record: RunRecord, name: str, seconds: float) -> str:
     return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 
 
-def photograph_page(record: RunRecord, image: Path) -> None:
+def photograph_page(record: RunRecord, run_dir: Path, image: Path) -> None:
     """Write the upper part of a run's page as PNG, as a browser shows it."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         raise SystemExit("screenshots.py: chromium is not installed, and the page's picture needs it")
     with tempfile.TemporaryDirectory() as folder:
-        page = write_report(record, Path(folder) / "report")
+        page = write_report(record, Path(folder) / "report", run_dir=run_dir)
         quiet = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile")
         # In a window that is as tall, all of it is drawn.
         size = (
@@ -72,7 +72,7 @@ def main() -> None:
     record = RunRecord.read(RunPaths(run_dir).events)
     end = record.events[-1].time - record.begin
     (FOLDER / "top.svg").write_text(draw_top(record, f"runs/{run_dir.name}", float((sys.argv[2:] or [end])[0])))
-    photograph_page(record, FOLDER / "page.png")
+    photograph_page(record, run_dir, FOLDER / "page.png")
 
 
 if __name__ == "__main__":

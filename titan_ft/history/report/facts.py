@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the report of a run shows beside its charts: verdict, the run in words, headline, recoveries, goodput."""
+"""The text of a run's report beside its charts: the run in words, its recoveries, its goodput."""
 
 from __future__ import annotations
 
