@@ -91,7 +91,7 @@ def describe_run(record: RunRecord) -> list[tuple[str, str]]:
     begin = datetime.fromtimestamp(record.begin, UTC) if record.events else None
     found = {
         "date": f"{begin:%Y-%m-%d %H:%M:%S} UTC, {duration(goodput(record).wall_us / 1e6)}" if begin else "",
-        "end": plan.get("reason", "the history does not tell how it ended"),
+        "end": plan.get("reason", ""),  # without one the outcome says what is known
         "groups": f"{s.num_groups}, of {count(s.ranks_per_group, 'rank')} each",
         "machine": _machine(setups, {event.host for event in started if event.host}),
         "versions": _each(", ".join(f"{name} {number}" for name, number in one.versions.items()) for one in setups),
