@@ -788,6 +788,18 @@ def test_a_run_that_goes_on_holds_so_far(good_run: Any, launched: bool) -> None:
         assert check(events).exit_status == 1
 
 
+def test_a_run_that_has_just_been_started_holds_so_far(synthetic_run: Any) -> None:
+    """It has made no step, and broken nothing; one that cannot begin is another matter."""
+    run = synthetic_run(2)
+    run.begin()
+    report = check_module.check(RunRecord(run.events, goes_on=True))
+    assert (report.verdict, report.exit_status) == ("holds", 0)
+    assert "  verdict: holds so far (no step yet)" in format_check(report).splitlines()
+    assert check(run.events).exit_status == 1
+    run.exit(0, reason="rank 0 ended with exit status 1", signal=None, code=1, error="OSError: no data")
+    assert check_module.check(RunRecord(run.events, goes_on=True)).exit_status == 1
+
+
 def test_a_group_that_is_lost_without_a_word(synthetic_run: Any) -> None:
     """A group that was started by hand, and that fell silent for good, breaks promise 8 where no event says so."""
     run = synthetic_run(2)

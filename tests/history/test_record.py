@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -77,6 +79,15 @@ def test_a_run_goes_on_while_its_launch_lives(good_run: Any, tmp_path: Path) -> 
         assert hold(config)  # as of a launch that has said its last word
         write_events(tmp_path, good_run.events, newest=time.time())
         assert not RunRecord.read(paths.events).goes_on
+
+
+def test_a_look_refuses_no_launch(tmp_path: Path) -> None:
+    """Whoever looks whether a launch goes on takes the lock for a moment; a launch of that moment waits for it."""
+    paths = RunPaths(tmp_path)
+    with paths.config.open("a", encoding="utf-8") as config, paths.config.open(encoding="utf-8") as look:
+        fcntl.flock(look, fcntl.LOCK_SH)
+        threading.Timer(0.05, fcntl.flock, (look, fcntl.LOCK_UN)).start()
+        assert hold(config)
 
 
 @pytest.mark.parametrize(("age", "goes_on"), [(30.0, True), (90.0, False)])

@@ -59,8 +59,15 @@ class Verdicts:
 
     @property
     def verdict(self) -> Verdict:
-        """Return the worst verdict of what was asked."""
-        return merge(judgement.verdict for judgement in self.judgements if judgement.asked)
+        """Return the worst verdict of what was asked; a run that has just been started has broken no promise."""
+        worst = merge(judgement.verdict for judgement in self.judgements if judgement.asked)
+        return "holds" if worst == "unknown" and self._starts else worst
+
+    @property
+    def _starts(self) -> bool:
+        """Whether the run goes on, and nothing has kept it from its first step so far."""
+        outcome = self.outcome
+        return outcome is not None and outcome.kind == "running" and not outcome.step and outcome.reason is None
 
     @property
     def colour(self) -> Colour:
@@ -86,7 +93,7 @@ class Verdicts:
         number = count(sum(each.promise is not None for each in asked), "promise")
         goes_on = self.outcome is not None and self.outcome.kind == "running"
         texts = {
-            "holds": f"holds{' so far' if goes_on else ''} ({number} checked)",
+            "holds": f"holds{' so far' if goes_on else ''} ({'no step yet' if self._starts else f'{number} checked'})",
             "does not hold": f"does not hold: {named}",
             "unknown": f"unknown: {named}",
         }

@@ -5,20 +5,29 @@
 from __future__ import annotations
 
 import fcntl
+import time
 from typing import IO
 
 from titan_ft.run.paths import RunPaths
 
+LOOK_SECONDS = 0.2
+"""`is_held` takes the lock for a moment: a launch that is refused by that moment tries again for so long."""
+
 
 def hold(config: IO[str]) -> bool:
     """Take the lock until the file is closed, or this process is gone; return False where another launch has it."""
-    try:
-        fcntl.flock(config, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
+    deadline = time.monotonic() + LOOK_SECONDS
+    while True:
+        try:
+            fcntl.flock(config, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOOK_SECONDS / 10)
+        except OSError:  # a file system without locks
+            return True
+        else:
+            return True
 
 
 def is_held(paths: RunPaths) -> bool | None:
