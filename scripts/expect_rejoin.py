@@ -25,8 +25,8 @@ def shortfalls(summary: RunSummary) -> list[str]:
         found.append(f"digests of the steps: {summary.step_digests}{where}")
     if len(summary.finished_replicas) < summary.num_groups:
         found.append(f"only groups {summary.finished_replicas} of {summary.num_groups} finished")
-    if not any(failure.rejoin_seconds is not None for failure in summary.failures):
-        found.append("no group was lost and contributed again")
+    if not any(failure.died and failure.rejoin_seconds is not None for failure in summary.failures):
+        found.append("no group died and contributed again")
     return found
 
 

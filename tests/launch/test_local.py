@@ -438,9 +438,9 @@ def test_bad_config_ends_the_run(run: Any) -> None:
     """When the workers of one group refuse the config, the run ends with status 2 and their line."""
     run.order(1, "any", "any", "exit 2")
     launcher = run.launch(replicas=2)
-    printed, _ = launcher.communicate(timeout=30)
+    _, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == 2
-    assert "leaving with 2" in printed
+    assert errors == "titan-ft: leaving with 2\n"
     assert run.all_gone()
 
 

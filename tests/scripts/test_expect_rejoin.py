@@ -65,8 +65,8 @@ def test_a_group_that_came_back_with_equal_digests_passes(tmp_path: Path) -> Non
         ({"final": "bb"}, "final digests: differ"),
         ({"at_step": "22"}, "digests of the steps: differ (first at step 3)"),
         ({"rejoin": False}, "only groups [0] of 2 finished"),
-        ({"rejoin": False}, "no group was lost and contributed again"),
-        ({"kill": False}, "no group was lost and contributed again"),
+        ({"rejoin": False}, "no group died and contributed again"),
+        ({"kill": False}, "no group died and contributed again"),
     ],
 )
 def test_what_does_not_hold_is_said(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

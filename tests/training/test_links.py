@@ -144,9 +144,10 @@ def test_all_links_are_closed_although_one_cannot_be() -> None:
         return SimpleNamespace(close=close)
 
     this: Any = SimpleNamespace(membership=part("membership"), _rank_watch=part("ranks"), server=part("server"))
+    this.end_roll_call = lambda: closed.append("roll call")
     with pytest.raises(RuntimeError, match="is gone"):
         links.Links.close(this)
-    assert closed == ["membership", "ranks", "server"]
+    assert closed == ["roll call", "membership", "ranks", "server"]
 
 
 def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(

@@ -84,6 +84,8 @@ class Failure:
     """The last transfer of state before that step; None if the group did not contribute again, or healed nothing."""
     away: bool = True
     """Whether the group was away; else an exchange broke and was repeated."""
+    died: bool = False
+    """Whether a worker of the group, or its agent, ended by itself."""
 
 
 @dataclass(frozen=True)
@@ -393,7 +395,7 @@ def _describe(
         if attempt.failed:
             back, heal = returns[attempt.replica]
             rejoin = None if back is None else max(0.0, back.time - time)
-            deaths.append(Failure(attempt.replica, attempt.number, time, attempt.reason, stall, rejoin, heal))
+            deaths.append(Failure(attempt.replica, attempt.number, time, attempt.reason, stall, rejoin, heal, died=True))
     dropouts = [_describe_dropout(dropout, one, stall, heals) for dropout in one.dropped]
     # Who left because it was asked to was away as well.
     ended = [returns[attempt.replica] for attempt in one.ended]
