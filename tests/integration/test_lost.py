@@ -18,14 +18,14 @@ import pytest
 from harness.client import REPOSITORY
 from harness.job import CONFIG, Job
 
-from titan_ft.history.incidents import find_failures
+from titan_ft.history.incidents import find_failures, find_incidents
 from titan_ft.history.record import RunRecord
 from titan_ft.live import status
 from titan_ft.live.run_status import RunStatus
 from titan_ft.run.events import AgentEnded, Event, GroupBack, GroupLost, StepCommitted, TrainingFinished
 from titan_ft.run.log import read_events
 
-SECONDS = 90.0  # only ever reached by a bug
+SECONDS = 150.0  # only ever reached by a bug
 SMALL = ["--training.seq_len=32", "--training.local_batch_size=2", "--fault_tolerance.digest_every=5"]
 
 
@@ -100,7 +100,7 @@ def final_digests(events: list[Event]) -> list[str | None]:
 @pytest.mark.slow
 def test_killed_agent_of_a_launch(launch: Any) -> None:
     """kill -9 of a supervisor: its group is back, with the same weights, and terminal, events and report say why."""
-    run = launch(300, "--fault_tolerance.start_timeout_seconds=60")
+    run = launch(240, "--fault_tolerance.start_timeout_seconds=60")
     agent = parent_of(run.wait_for_step(5, replica=1))
     os.kill(agent, signal.SIGKILL)
     run.wait_for_step(1, replica=1, attempt=1)
@@ -121,6 +121,25 @@ def test_killed_agent_of_a_launch(launch: Any) -> None:
     assert len(set(digests)) == 1
     shown, _ = fold(events)
     assert {group.state for group in shown.groups.values()} == {status.FINISHED}
+
+
+@pytest.mark.slow
+def test_fault_that_kills_an_agent(launch: Any) -> None:
+    """`titan-ft chaos RUN kill_agent` hits the agent alone; the fault is the cause of the one failure."""
+    run = launch(240, "--fault_tolerance.start_timeout_seconds=60")
+    agent = parent_of(run.wait_for_step(5, replica=1))
+    command = [sys.executable, "-m", "titan_ft", "chaos", str(run.folder), "kill_agent", "--replica=1"]
+    subprocess.run(command, cwd=REPOSITORY, timeout=SECONDS, check=True)
+    run.wait_for_step(1, replica=1, attempt=1)
+    printed = run.finish()
+    assert run.process.returncode == 0, printed
+    events = run.events()
+    (ended,) = [event for event in events if isinstance(event, AgentEnded)]
+    assert (ended.replica, ended.agent_pid) == (1, agent)
+    (incident,) = [one for one in find_incidents(RunRecord(events)) if one.injected]
+    assert (incident.fault, incident.injected, incident.replicas, incident.ended) == ("kill_agent", True, (1,), True)
+    checked = [sys.executable, "-m", "titan_ft", "check", str(run.folder)]
+    subprocess.run(checked, cwd=REPOSITORY, timeout=SECONDS, check=True)
 
 
 @pytest.mark.slow

@@ -74,6 +74,23 @@ def test_run_goes_on_and_tells_all_when_there_is_room(run_on_disk: Any, small_di
     assert "group 1 restarting (attempt 1)" in printed
 
 
+def test_agent_that_is_killed_on_a_full_disk(run_on_disk: Any, small_disk: Any) -> None:
+    """No event can be written of it: the launcher knows by the exit status of its child, says so and starts another."""
+    run = run_on_disk
+    launcher = run.launch(replicas=2)
+    first = [run.worker(replica, 0, 0) for replica in (0, 1)]
+    make_steps(run, 0, 1, 2)
+    small_disk.fill()
+    os.kill(first[1]["parent"], signal.SIGKILL)
+    new = run.worker(1, 0, 1)
+    assert new["parent"] != first[1]["parent"]
+    assert run.is_alive(first[0]["pid"])
+    end(run)
+    printed, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 0
+    assert printed.count("group 1 died: its agent was killed by SIGKILL") == 1
+
+
 def test_run_whose_disk_stays_full(run_on_disk: Any, small_disk: Any) -> None:
     """The end of the run is that of its processes, and no event is needed for it: the status is 0, and a line on the
     terminal says that events are missing."""
