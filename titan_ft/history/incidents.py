@@ -395,7 +395,8 @@ def _describe(
         if attempt.failed:
             back, heal = returns[attempt.replica]
             rejoin = None if back is None else max(0.0, back.time - time)
-            deaths.append(Failure(attempt.replica, attempt.number, time, attempt.reason, stall, rejoin, heal, died=True))
+            cost = (stall, rejoin, heal)
+            deaths.append(Failure(attempt.replica, attempt.number, time, attempt.reason, *cost, died=True))
     dropouts = [_describe_dropout(dropout, one, stall, heals) for dropout in one.dropped]
     # Who left because it was asked to was away as well.
     ended = [returns[attempt.replica] for attempt in one.ended]
