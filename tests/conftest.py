@@ -77,10 +77,9 @@ class SmallDisk:
         subprocess.run(["mount", "-o", f"remount,size={size}", str(self.folder)], check=True)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """A disk of its own for a test, where this user may mount one."""
-    folder = tmp_path / "disk"
+@contextlib.contextmanager
+def mounted_disk(folder: Path) -> Iterator[SmallDisk]:
+    """Mount a disk of its own at a folder that is made; skips the test where this user may not."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
     try:
@@ -91,6 +90,13 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
         pytest.skip(f"a small disk needs the right to mount one: {mounted.stderr.strip()}")
     yield SmallDisk(folder)
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A disk of its own for a test, where this user may mount one."""
+    with mounted_disk(tmp_path / "disk") as disk:
+        yield disk
 
 
 @pytest.fixture(scope="session", autouse=True)
