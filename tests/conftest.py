@@ -88,8 +88,10 @@ def mounted_disk(folder: Path) -> Iterator[SmallDisk]:
         pytest.skip("a small disk needs mount(8)")
     if mounted.returncode:
         pytest.skip(f"a small disk needs the right to mount one: {mounted.stderr.strip()}")
-    yield SmallDisk(folder)
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    try:
+        yield SmallDisk(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -103,6 +103,15 @@ def test_a_group_whose_agent_died(synthetic_run: Any) -> None:
     assert [failure.slot for failure in fold_events(run.events).failures] == [1]
 
 
+def test_last_events_that_are_missing(synthetic_run: Any) -> None:
+    """On a full disk the launcher saw all groups end well, and no event tells of the last steps."""
+    run = started(synthetic_run, 7)
+    end_launch(run, 0, "all groups finished")
+    found = outcome(run)
+    assert found.headline == "Finished; the events after step 7 of 40 are missing"
+    assert (found.kind, found.colour) == ("finished", "amber")
+
+
 def test_groups_without_a_launcher(synthetic_run: Any) -> None:
     """What became of groups that were started by hand follows from their own events."""
     run = started(synthetic_run, 7)

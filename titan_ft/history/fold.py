@@ -305,8 +305,10 @@ class RunFold:
 
     @property
     def ended(self) -> bool:
-        """Whether every group ended in order or is given up; False without any group."""
-        return bool(self.groups) and all(g.state in (*ENDED, "given up") for g in self.groups.values())
+        """Whether every group ended in order, is given up, or is lost to the others that did."""
+        over = {group.slot for group in self.groups.values() if group.state in (*ENDED, "given up")}
+        # Somebody must have seen the end: groups that only fell silent may train on.
+        return bool(over) and all(g.slot in over or g.silence is not None for g in self.groups.values())
 
 
 def is_silent(quiet_seconds: float, silent_seconds: float, *, ended: bool, starts: bool) -> bool:

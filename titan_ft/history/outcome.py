@@ -98,7 +98,7 @@ def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
         reason=reason,
         reasons=reasons,
         stopped_by=by,
-        colour=_colour(fold, kind, lost),
+        colour=_colour(fold, kind, step, lost),
     )
 
 
@@ -191,6 +191,8 @@ def _headline(fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup], r
     match kind:
         case "finished":
             text = f"Finished at step {step}{_also_left(fold)}"
+            if _misses_end(fold, step):
+                text = f"Finished; the events after step {step}{of} are missing"
             if not lost and not _ended_well(fold):
                 text += f", but {_say_end(fold)}"
         case "stopped":
@@ -226,10 +228,17 @@ def _why_lost(reason: Reason) -> str:
     return ", ".join(part for part in (reason.text, rank, reason.where) if part)
 
 
-def _colour(fold: RunFold, kind: Kind, lost: Sequence[LostGroup]) -> Colour:
+def _colour(fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup]) -> Colour:
     if kind in ("failed", "never began"):
         return "red"
-    return "green" if kind in ("finished", "running") and _ended_well(fold) and not lost else "amber"
+    whole = kind == "running" or (kind == "finished" and not _misses_end(fold, step))
+    return "green" if whole and _ended_well(fold) and not lost else "amber"
+
+
+def _misses_end(fold: RunFold, step: int) -> bool:
+    """Tell whether a run that finished, as its launcher says, has no event of its last steps: the disk was full."""
+    told = any(group.state == "finished" and group.step is not None for group in fold.groups.values())
+    return not told and fold.target is not None and step < fold.target
 
 
 def _ended_well(fold: RunFold) -> bool:

@@ -34,6 +34,8 @@ STEADY_SECONDS = 0.1
 """Wall clocks that part by less from the monotonic clock were not set."""
 SETTLED_SECONDS = 1.0
 """Events older than this are in their files, whichever host wrote them."""
+SILENT_SECONDS = 10.0
+"""A run that is not over and announces nothing for so long, or for two steps, is silent."""
 RECENT_SECONDS = 60.0
 """Groups that have no launcher, and did not end, go on if one of them has announced anything within this time."""
 
@@ -377,11 +379,14 @@ def _goes_on(record: RunRecord, paths: RunPaths, now: float) -> bool:
     fold = record.fold
     if fold.launch_end is not None:
         return False
+    if not record.events or (fold.ended and not fold.launched):
+        return False
     held = is_held(paths) if fold.launched else None
-    if held is not None:
-        return held
-    patience = max(RECENT_SECONDS, 3 * (record.usual_step_seconds or 0.0))
-    return bool(record.events) and not fold.ended and now - record.written[-1].time < patience
+    if held:
+        return True
+    # A lock that nobody holds is no proof: some file systems keep a launcher's lock on its own host.
+    least = RECENT_SECONDS if held is None else SILENT_SECONDS
+    return now - record.written[-1].time < max(least, 2 * (record.usual_step_seconds or 0.0))
 
 
 def rest_seconds(before: ev.StepCommitted, after: ev.StepCommitted) -> float:

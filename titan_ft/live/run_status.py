@@ -14,6 +14,7 @@ from titan_ft.history.checks.judgement import count
 from titan_ft.history.fold import RunFold
 from titan_ft.history.hosts import HostsSoFar
 from titan_ft.history.outcome import Outcome, decide_outcome
+from titan_ft.history.record import SILENT_SECONDS
 from titan_ft.history.terminal import clock
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.live import status
@@ -189,7 +190,7 @@ class RunStatus:
     @property
     def outcome(self) -> Outcome:
         """What became of the run, or is known of it so far: the same that `check` and `report` say."""
-        return decide_outcome(self.fold, goes_on=not self.end)
+        return decide_outcome(self.fold, goes_on=not self.end and not self.launcher_gone)
 
     def observe(self, event: ev.Event) -> str | None:
         """Take the next event; return the line that it becomes for who launched the run, None if it is worth none."""
@@ -313,6 +314,10 @@ class RunStatus:
         """Return the time from one of the last commits to the next; 0 before the second one."""
         recent, seconds = self._recent(self.last)
         return seconds / (len(recent) - 1) if seconds else 0.0
+
+    def is_silent(self, now: float) -> bool:
+        """Tell whether a run that is not over may be stuck, or its launcher killed."""
+        return now - self.last > max(SILENT_SECONDS, 2 * self.usual_seconds)
 
     def tokens_per_second(self, now: float) -> float | None:
         """Return the rate of the last steps; it falls when no step comes. None before the second step."""

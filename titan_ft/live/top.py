@@ -52,7 +52,9 @@ class FollowedRun:
         for event in self._tail.poll():
             self.status.observe(event)
         self.status.observe_cut(self._tail.cut, time.monotonic())
-        self.status.launcher_gone = self.status.launched and not self.status.end and is_held(self._paths) is False
+        # Only with the silence: some file systems keep the launcher's lock on its own host.
+        lives = self.status.end or not self.status.launched or not self.status.is_silent(time.time())
+        self.status.launcher_gone = not lives and is_held(self._paths) is False
         if not self.run_dir.is_dir():
             raise ConfigError(f"RUN_DIR must be the folder of a run, got {self.run_dir}; it has been removed")
         return self.status

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 _STYLES = {"green": "green", "amber": "yellow", "red": "red"}
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
-SILENT_SECONDS = 10.0
-"""Without an event for so long, and for two steps, a run that is not over may be stuck, or its launcher killed."""
 MAX_HOSTS = 4
 """Lines about hosts, where the height is limited."""
 NUM_LINES = 10
@@ -141,16 +139,13 @@ def _state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
     if run.started is None:
         return [_text("nothing has started yet", "yellow")]
     what, elapsed = shape(len(run.groups), run.num_ranks), clock(run.elapsed(now))
-    if run.end:
+    if run.end or run.launcher_gone:
         outcome = run.outcome
-        text = f"{outcome.headline}; over after {elapsed}; {what}"
+        when = f"over after {elapsed}" if run.end else f"no event for {clock(now - run.last)}"
+        text = f"{outcome.headline}; {when}; {what}"
         return [_text(line, _STYLES[outcome.colour]) for line in textwrap.wrap(text, max(16, screen.width))]
-    silent = now - run.last > max(SILENT_SECONDS, 2 * run.usual_seconds)
-    # Only with the silence: some file systems keep the launcher's lock on its own host.
-    if run.launcher_gone and silent:
-        return [_text(f"the launcher is gone (killed?), {clock(now - run.last)} ago; {what}", "bold red")]
     line = _text(f"running for {elapsed}; {what}")
-    if silent:
+    if run.is_silent(now):
         line.append(f"; no event for {clock(now - run.last)}", "bold yellow")
     if run.num_cut:
         line.append(f"; events of {count(run.num_cut, 'process', 'processes')} are not written", "bold yellow")
