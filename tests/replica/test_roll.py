@@ -87,6 +87,19 @@ def test_only_the_lowest_group_that_trains_reports() -> None:
     assert newcomer.call({1: 40.0, 2: 0.0, -1: 0.1}, [], 45.0) == [Lost(0, 40.0, 5), Lost(1, 40.0, 5)]
 
 
+def test_a_group_that_was_restarted_since_is_not_left_the_report() -> None:
+    """It has never seen the lost group, whose last heartbeat is too old for it, and says nothing."""
+    before, after = {0: 1.0, 1: 1.0, 2: 1.0}, {0: 99.0, 1: 1.0, 2: 1.0}
+    roll = trained(own=2)
+    assert roll.call({0: 0.0, 1: 0.5, 2: 0.1}, [], 5.5, before) == []
+    assert roll.call({0: 0.1, 1: 9.0, 2: 0.1}, [], 14.0, after) == []
+    roll.commit(6, [0, 2], 15.0)
+    assert roll.call({0: 0.1, 1: 11.0, 2: 0.1}, [], 16.0, after) == [Lost(1, 11.0, 5)]
+    roll.commit(7, [0, 1, 2], 17.0)
+    assert roll.call({0: 0.1, 1: 0.1, 2: 0.1}, [], 17.1, after) == [Back(1, 12.0)]
+    assert roll.call({0: 0.1, 1: 20.0, 2: 0.1}, [], 37.0, after) == [], "the new process took part with it"
+
+
 def test_who_could_not_hear_gives_all_groups_time() -> None:
     """After a freeze of its own, or without a lighthouse, nobody is lost at once."""
     roll = trained()
@@ -106,9 +119,10 @@ def test_long_steps_give_more_time() -> None:
 
 def test_ages_are_those_of_the_newest_process() -> None:
     """Names of processes that are gone stay on the page; those of other jobs are nobody's."""
-    own, old, new = (Member(slot, 1.0, unique, "c", "job") for slot, unique in ((0, "a"), (1, "b"), (1, "c")))
+    found = ((0, 1.0, "a"), (1, 1.0, "b"), (1, 2.0, "c"))
+    own, old, new = (Member(slot, started, unique, "c", "job") for slot, started, unique in found)
     other = Member(1, 1.0, "d", "c", "another job")
     beats = {own.replica_id: 0.1, old.replica_id: 70.0, new.replica_id: 0.3, other.replica_id: 0.0, "stranger": 0.0}
-    assert find_ages(own, Status(beats), BEAT) == {0: 0.1, 1: 0.3}
+    assert find_ages(own, Status(beats), BEAT) == ({0: 0.1, 1: 0.3}, {0: 1.0, 1: 2.0})
     assert find_ages(own, Status({**beats, own.replica_id: 0.6}), BEAT) is None
     assert find_ages(own, Status({new.replica_id: 0.3}), BEAT) is None

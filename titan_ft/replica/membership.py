@@ -276,8 +276,11 @@ class Membership:
         living = {member.process for member in find_living(self.member, status, SILENT_BEATS * beat)}
         return {member.slot for member in members if member.process in living}
 
-    def find_ages(self) -> dict[int, float] | None:
-        """Return the seconds since each group's last heartbeat, by slot; None if nobody can say. Any thread."""
+    def find_ages(self) -> tuple[dict[int, float], dict[int, float]] | None:
+        """Return the seconds since each group's last heartbeat, and when its process began, by slot; any thread.
+
+        None if nobody can say.
+        """
         beat = self._config.heartbeat_timeout_ms / 1000
         status = self._page.read(beat)
         return None if status is None else find_ages(self.member, status, beat)

@@ -254,8 +254,8 @@ def find_living(own: Member, status: Status, beat: float) -> list[Member]:
     return sorted(members_of_job(own, living), key=lambda member: member.age)
 
 
-def find_ages(own: Member, status: Status, beat: float) -> dict[int, float] | None:
-    """Return the seconds since each of the job's groups was last heard of, by slot.
+def find_ages(own: Member, status: Status, beat: float) -> tuple[dict[int, float], dict[int, float]] | None:
+    """Return the seconds since each of the job's groups was last heard of, and when its newest process began; by slot.
 
     None if this group's own heartbeats are late: then it is the lighthouse that does not hear, or this process did not
     run, and the silence of others says nothing.
@@ -263,10 +263,12 @@ def find_ages(own: Member, status: Status, beat: float) -> dict[int, float] | No
     if status.heartbeats.get(own.replica_id, beat) >= beat:
         return None
     ages: dict[int, float] = {}
+    started: dict[int, float] = {}
     for name, seconds in status.heartbeats.items():
         for member in members_of_job(own, [name]):
             ages[member.slot] = min(seconds, ages.get(member.slot, seconds))
-    return ages
+            started[member.slot] = max(member.started, started.get(member.slot, member.started))
+    return ages, started
 
 
 def expects_former(own: Member, status: Status) -> bool:

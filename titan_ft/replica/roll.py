@@ -9,6 +9,7 @@ the heartbeats on the lighthouse's page and by who took part in its own steps.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -63,6 +64,10 @@ class _Group:
     """Seconds of silence at the last report; 0 while it is not lost."""
     silent_since: float = 0.0
     """When it was last heard of before that report."""
+    started: float = 0.0
+    """Unix seconds at which its process began; 0 if that is not known."""
+    trains_since: float = -math.inf
+    """Since when this process of it takes part; infinite until it does."""
 
 
 class Roll:
@@ -93,6 +98,7 @@ class Roll:
             if slot != self._own:
                 group = self._groups.setdefault(slot, _Group(now))
                 group.heard, group.last_step = max(group.heard, now), step
+                group.trains_since = min(group.trains_since, now)
 
     def begin_anew(self, now: float) -> None:
         """Give all groups the whole time again, because this group could not have heard of them for a while."""
@@ -100,20 +106,23 @@ class Roll:
             if not group.reported:
                 group.heard = now
 
-    def call(self, ages: Mapping[int, float], left: Collection[int], now: float) -> list[Lost | Back]:
+    def call(
+        self, ages: Mapping[int, float], left: Collection[int], now: float, started: Mapping[int, float] | None = None
+    ) -> list[Lost | Back]:
         """Return what there is to report.
 
         Args:
             ages: seconds since the last heartbeat of each group that the lighthouse knows.
             left: slots of groups that left in order: they may be silent.
+            started: Unix seconds at which the newest process of each group began.
         """
         limit = self.limit
         for slot, age in ages.items():
             if slot != self._own and (slot in self._groups or age < limit):
                 group = self._groups.setdefault(slot, _Group(now - age))
                 group.heard = max(group.heard, now - age)
+                self._note_start(group, (started or {}).get(slot, 0.0))
         found: list[Lost | Back] = []
-        reports = self._reports(ages, limit)
         for slot, group in sorted(self._groups.items()):
             silent = now - group.heard
             if slot in left:
@@ -123,14 +132,30 @@ class Roll:
                 # read, on a busy host by seconds, so that a dead group's last heartbeat seems to move.
                 found.append(Back(slot, group.heard - group.silent_since))
                 group.reported = 0.0
-            elif reports and silent >= max(limit, _REPEAT * group.reported):
+            elif silent >= max(limit, _REPEAT * group.reported) and self._reports(group, ages, limit):
                 group.reported, group.silent_since = silent, group.heard
                 found.append(Lost(slot, silent, group.last_step))
         return found
 
-    def _reports(self, ages: Mapping[int, float], limit: float) -> bool:
-        """Tell whether this group is the lowest one that lives and has taken part: one report is enough."""
+    @staticmethod
+    def _note_start(group: _Group, started: float) -> None:
+        """Note which process of a group heartbeats: a new one has not taken part yet."""
+        if group.started and started > group.started:
+            group.trains_since = math.inf
+        group.started = max(group.started, started)
+
+    def _reports(self, silent: _Group, ages: Mapping[int, float], limit: float) -> bool:
+        """Tell whether this group is the lowest one that lives and knows of the silent group: one report is enough.
+
+        A group that was restarted since the silent one was last heard of has never seen it, and reports nothing. Where
+        the others left the report to it, nobody made one.
+        """
         return not any(
-            slot < self._own and age < limit and slot in self._groups and self._groups[slot].last_step is not None
+            slot < self._own and age < limit and slot in self._groups and self._knows(self._groups[slot], silent)
             for slot, age in ages.items()
         )
+
+    @staticmethod
+    def _knows(group: _Group, silent: _Group) -> bool:
+        """Tell whether the process that a group has now took part while the silent group was heard of."""
+        return group.last_step is not None and group.trains_since <= silent.heard

@@ -26,7 +26,8 @@ class RollCall:
     """Rank 0's watch over the other groups, from a thread of its own.
 
     Args:
-        find_ages: returns the seconds since each group's last heartbeat; None while the lighthouse does not say.
+        find_ages: returns the seconds since each group's last heartbeat, and the Unix seconds at which its newest
+            process began; None while the lighthouse does not say.
         find_left: returns the groups that left in order; None while this group leaves itself: it sees others go.
     """
 
@@ -34,7 +35,7 @@ class RollCall:
         self,
         config: FaultTolerance,
         events: EventLog,
-        find_ages: Callable[[], Mapping[int, float] | None],
+        find_ages: Callable[[], tuple[Mapping[int, float], Mapping[int, float]] | None],
         find_left: Callable[[], Collection[int] | None],
     ) -> None:
         self._events, self._find_ages, self._find_left = events, find_ages, find_left
@@ -59,18 +60,19 @@ class RollCall:
         missed = False
         called = time.monotonic()
         while not self._closed.wait(self._pause):
-            ages, left, now = self._find_ages(), self._find_left(), time.monotonic()
+            known, left, now = self._find_ages(), self._find_left(), time.monotonic()
             # This process was frozen, or nobody answered: the others had no chance to be heard.
             missed = missed or now - called > 2 * self._pause
             called = now
-            if ages is None or left is None:
+            if known is None or left is None:
                 missed = True
                 continue
             with self._lock:
                 if missed:
                     self._roll.begin_anew(now)
                 missed = False
-                found = self._roll.call(ages, left, now)
+                ages, started = known
+                found = self._roll.call(ages, left, now, started)
             for each in found:
                 if not self._closed.is_set():
                     self._announce(each.slot, each.seconds, each)
