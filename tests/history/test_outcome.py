@@ -11,6 +11,7 @@ import pytest
 
 from titan_ft.history.check import check
 from titan_ft.history.fold import fold_events
+from titan_ft.history.notes import find_notes
 from titan_ft.history.outcome import Outcome, decide_outcome, find_outcome
 from titan_ft.history.record import RunRecord
 from titan_ft.history.terminal import headline
@@ -110,6 +111,36 @@ def test_last_events_that_are_missing(synthetic_run: Any) -> None:
     found = outcome(run)
     assert found.headline == "Finished; the events after step 7 of 40 are missing"
     assert (found.kind, found.colour) == ("finished", "amber")
+
+
+def test_each_death_of_an_agent_counts(synthetic_run: Any) -> None:
+    """Agents that die at the same moment, or one after the other, are not one happening that several tell of."""
+    run = started(synthetic_run, 7)
+    for replica, attempt in ((0, 0), (1, 0), (1, 1)):
+        told = {"replica": replica, "attempt": attempt, "agent_pid": 11, "signal": "SIGKILL", "restarts": True}
+        run.tell("agent_ended", 1, reason="its agent was killed by SIGKILL", **told)
+    (note,) = find_notes(RunRecord(run.events))
+    assert (note.where, note.text, note.count) == ("groups 0, 1", "ended: its agent was killed by SIGKILL", 3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_history_has_an_outcome(good_run: Any, seed: int) -> None:
+    """Also one that lacks its beginning, its end or any other part, and one whose clocks differ."""
+    draw = random.Random(seed)
+    whole = RunRecord(good_run.events).events
+    for number in range(len(whole)):
+        events = draw.sample(whole, draw.randrange(len(whole)))
+        for history in (whole[number:], whole[:number], events):
+            for goes_on in (False, True):
+                assert decide_outcome(fold_events(history), goes_on=goes_on).headline
+
+
+def test_a_failed_end_alone(synthetic_run: Any) -> None:
+    """Of an incomplete history only the end may be left: no group is known then."""
+    run = started(synthetic_run, 7)
+    end_launch(run, 1, "the launcher failed")
+    last = fold_events(run.events[-1:])
+    assert decide_outcome(last, goes_on=True).reason == decide_outcome(last, goes_on=False).reason
 
 
 def test_groups_without_a_launcher(synthetic_run: Any) -> None:

@@ -14,6 +14,8 @@ from titan_ft.run import events as ev
 
 SAME_SECONDS = 10.0
 """Groups that tell the same within this time tell of one happening."""
+_OF_ONE_GROUP = (ev.AgentEnded, ev.ReplicaGaveUp, ev.SpareTookOver)
+"""One event is one happening, also where it follows another one with the same text."""
 
 
 @dataclass
@@ -107,6 +109,7 @@ def find_notes(record: RunRecord) -> list[Note]:
             # Another group, or another rank of a group, tells of the same.
             tellers.add(event.replica)
             note.where = name_groups(tellers)
+            note.count += isinstance(event, _OF_ONE_GROUP)
         elif note is not None and notes[-1] is note and note.where == (about or _where(event)):
             note.count += 1
         else:

@@ -213,7 +213,7 @@ def _so_far(fold: RunFold, reason: Reason | None) -> str:
     """Say why a run that goes on has not begun to train; empty if nothing failed."""
     if reason is None:
         return ""
-    ends = max(group.num_ends for group in fold.groups.values())
+    ends = max((group.num_ends for group in fold.groups.values()), default=0)  # none in a history without its begin
     return f": {reason.describe()}" + (f", {ends} times" if ends > 1 else "")
 
 
