@@ -104,6 +104,14 @@ def test_a_group_whose_agent_died(synthetic_run: Any) -> None:
     assert [failure.slot for failure in fold_events(run.events).failures] == [1]
 
 
+def test_a_group_that_died_before_it_wrote_its_first_commit(synthetic_run: Any) -> None:
+    """The others' commits say that it took part."""
+    run = started(synthetic_run, 1)
+    run.events = [each for each in run.events if not (each.name == "step_committed" and each.replica == 1)]
+    run.tell("replica_gave_up", 1, replica=1, attempt=0, rank=0, reason="no restart left", log="", error="")
+    assert outcome(run, goes_on=True).lost[0].since_step == 1
+
+
 def test_last_events_that_are_missing(synthetic_run: Any) -> None:
     """On a full disk the launcher saw all groups end well, and no event tells of the last steps."""
     run = started(synthetic_run, 7)

@@ -8,8 +8,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.event_builder import event
-from titan_ft.launch.agent_keeper import AgentKeeper
+from titan_ft.launch import agent_keeper
+from titan_ft.launch.agent_keeper import FROZEN_SECONDS, AgentKeeper
 from titan_ft.launch.children import Child
 from titan_ft.launch.restart_policy import AGENT_CRASHED_CODE, RestartPolicy
 from titan_ft.run.events import Event
@@ -26,6 +29,9 @@ class Agent:
 
     def poll(self) -> int | None:
         return self.code
+
+    def kill(self) -> None:
+        self.code = -signal.SIGKILL
 
 
 class Kept:
@@ -140,3 +146,35 @@ def test_agent_that_cannot_be_started(tmp_path: Path) -> None:
     kept.now += 1.0
     kept.keeper.poll()
     assert [attempt for attempt, _ in kept.started] == [0, 2]
+
+
+def test_agent_that_is_stopped_while_its_workers_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not notice their end, so that its group would be lost for good. One with living workers is left alone."""
+    living = True
+    monkeypatch.setattr(agent_keeper, "_is_stopped", lambda pid: True)
+    monkeypatch.setattr(agent_keeper, "is_running_worker", lambda pid, since: living)
+    kept = Kept(tmp_path)
+    kept.keeper.observe(event("worker_started", replica=1, attempt=0, pid=1 << 30))
+    for _ in range(3):
+        kept.now += FROZEN_SECONDS
+        kept.keeper.poll()
+    assert kept.agents[0].code is None
+    living = False
+    kept.keeper.poll()
+    kept.now += FROZEN_SECONDS - 1.0
+    kept.keeper.poll()
+    assert kept.agents[0].code is None
+    kept.now += 1.0
+    for _ in range(4):
+        kept.keeper.poll()
+    assert kept.started[1:] == [(1, "its workers ended while its agent was stopped (SIGSTOP)")]
+    assert kept.events() == [("agent_ended", 0, True)]
+
+
+def test_lost_group_is_killed_and_not_started_again(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.keeper.give_up_lost("it was silent")
+    for _ in range(3):
+        kept.keeper.poll()
+    assert (kept.keeper.code, len(kept.started)) == (-signal.SIGKILL, 1)
+    assert kept.events() == [("replica_gave_up", 0, None)]

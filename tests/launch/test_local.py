@@ -10,6 +10,7 @@ import pty
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.distributed import TCPStore
 from tests.launch.forked import children, zygote_of
 from titan_ft.launch.lighthouse_keeper import MAX_DEATHS
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, may_replace
+from titan_ft.run.events import GroupLost
+from titan_ft.run.log import EventLog
 
 
 def supervisors_of(pid: int) -> list[int]:
@@ -277,6 +280,65 @@ def test_killed_agent_is_replaced(run: Any, zygote: bool) -> None:
     (line,) = [line for line in printed.splitlines() if "died" in line]
     assert re.fullmatch(r"\[ *\d+\.\d s\] group 0 died: its agent was killed by SIGKILL; see .*supervisor.log", line)
     assert "group 0 restarting (attempt 1)" in printed
+    assert run.all_gone()
+
+
+@pytest.mark.slow
+def test_stopped_agent_does_not_keep_its_group_away(run: Any) -> None:
+    """An agent that is stopped (SIGSTOP) when its worker ends is killed; the next one starts the group again."""
+    launcher = run.launch(replicas=2)
+    old = run.worker(0, 0, 0)
+    os.kill(old["parent"], signal.SIGSTOP)
+    os.kill(old["pid"], signal.SIGKILL)
+    new = run.worker(0, 0, 1)
+    assert new["parent"] != old["parent"]
+    for replica in (0, 1):
+        run.order(replica, "any", "any", "exit 0")
+    printed, errors = launcher.communicate(timeout=30)
+    assert (launcher.returncode, errors) == (0, "")
+    assert "group 0 died: its workers ended while its agent was stopped (SIGSTOP); see " in printed
+    assert run.all_gone()
+
+
+@pytest.mark.slow
+def test_launch_does_not_wait_for_ever_for_a_lost_group(run: Any) -> None:
+    """A frozen group is killed once all others have finished; the launch says for whom it waits, and then fails."""
+    launcher = run.launch(replicas=2)
+    frozen = run.worker(1, 0, 0)
+    run.order(1, 0, 0, "step 1")
+    run.wait_obeyed(1, 0, 0)
+    os.kill(frozen["pid"], signal.SIGSTOP)
+    run.worker(0, 0, 0)
+    time.sleep(1.0)
+    with contextlib.closing(EventLog(run.paths.worker_events(0, 0, 0, 1), replica=0, rank=0, attempt=0)) as log:
+        log.emit(GroupLost(slot=1, seconds=1.0, step=3))
+    run.order(0, "any", "any", "exit 0")
+    printed, errors = launcher.communicate(timeout=40)
+    assert launcher.returncode == 1
+    assert "group 1 is lost: silent for 1 s, last in step 1" in printed
+    assert "all others have ended; waiting for group 1 (lost) for 10 s at most" in printed
+    assert "group 1 failed: it was silent, and was killed when all others had ended; see " in printed
+    assert "1 of 2 groups failed: 1" in errors
+    assert run.all_gone()
+
+
+def test_agent_that_dies_while_all_groups_leave(run: Any) -> None:
+    """Nobody starts it again, and its death is told all the same."""
+    launcher = run.launch(replicas=2, drain_timeout=60)
+    for replica in (0, 1):
+        run.worker(replica, 0, 0)
+        run.order(replica, 0, 0, "ignore")
+        run.wait_obeyed(replica, 0, 0)
+    launcher.send_signal(signal.SIGINT)
+    run.wait_until(lambda: len(list(run.orders.glob("*.told"))) == 2, what="both groups asked to leave")
+    os.kill(supervisors_of(launcher.pid)[0], signal.SIGKILL)
+    run.wait_until(lambda: run.events("agent_ended"), what="the event of the death")
+    run.order(1, 0, 0, "exit 0")
+    printed, _ = launcher.communicate(timeout=40)
+    assert launcher.returncode == 130
+    assert "group 0 died: its agent was killed by SIGKILL; see " in printed
+    (ended,) = run.events("agent_ended")
+    assert (ended["replica"], ended["restarts"]) == (0, False)
     assert run.all_gone()
 
 

@@ -95,6 +95,8 @@ class GroupFold:
     attempt: int = 0
     step: int | None = None
     """The last step, or round, that it committed, in whichever attempt."""
+    took_part: int | None = None
+    """The last step that a group committed with its gradients: of a group that dies, the own commit may be missing."""
     last: float = 0.0
     """Unix seconds of its last event, whoever wrote it."""
     reason: Reason | None = None
@@ -278,6 +280,9 @@ class RunFold:
         excluded, broken = self._excluded.pop(event.step, set()), self._broken.pop(event.step, None)
         if self.stopping is not None:
             return  # all groups leave now, one a step later than another
+        for group in self.groups.values():
+            if group.slot in event.participants:
+                group.took_part = event.step
         missing = [g for g in self.groups.values() if g.contributes and g.slot not in event.participants]
         for group in missing:
             if group.slot not in excluded:

@@ -151,12 +151,18 @@ def _lost_groups(fold: RunFold, kind: Kind) -> list[LostGroup]:
     return [
         LostGroup(
             group.slot,
-            None if group.step is None else fold.unit.step_after(group.step),
+            _step_of(fold, group),
             group.reason or group.silence,
         )
         for group in fold.groups.values()
         if _is_lost(fold, group, kind)
     ]
+
+
+def _step_of(fold: RunFold, group: GroupFold) -> int | None:
+    """Return torchtitan's step that a group made last; None if it made none."""
+    step = group.took_part if group.step is None else group.step
+    return None if step is None else fold.unit.step_after(step)
 
 
 def _is_lost(fold: RunFold, group: GroupFold, kind: Kind) -> bool:

@@ -4,7 +4,8 @@
 
 An agent that gives its group up says so in an event and ends with a status of its own. Any other end (SIGKILL, the
 kernel's OOM killer, an exception) is a death that nobody has announced. The launcher then waits until the workers of
-the dead agent are gone as well, and starts another agent under the same `RestartPolicy`.
+the dead agent are gone as well, and starts another agent under the same `RestartPolicy`. An agent that is stopped
+(SIGSTOP) while its workers end does not restart them: it is killed, so that the next agent does.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ from titan_ft.run.events import (
     WorkerStarted,
 )
 from titan_ft.run.paths import RunPaths
-from titan_ft.run.process import is_running_worker
+from titan_ft.run.process import is_running_worker, read_status
 from titan_ft.run.tail import last_exception
 
 CLEAR_SECONDS = 10.0
 """A worker in uninterruptible sleep (a hung driver) cannot be killed: do not wait longer for its end."""
+FROZEN_SECONDS = 10.0
+"""An agent notices the end of its workers within moments. One that was stopped for so long after it may stay so."""
+LOST = "lost"
+"""`ReplicaGaveUp.cause` of a group that is killed because it is silent, and nobody waits for it any more."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class AgentKeeper:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replica = replica
+        self.child: Child
         self._paths, self._policy, self._start_agent = paths, policy, start
         self._announce, self._clock = announce, clock
         self._attempt = paths.next_attempt(replica)
@@ -93,6 +99,8 @@ class AgentKeeper:
         self._reason = ""
         """Why the next agent is started."""
         self._gave_up = False
+        self._frozen: float | None = None
+        """Since when the agent is stopped although its workers have ended."""
         self._committed = self._disturbed = False
         """Whether the agent's group contributed to a step, and whether a fault was injected into it."""
         self._step: int | None = None
@@ -136,6 +144,8 @@ class AgentKeeper:
                 self._start_again()
             return
         code = self.child.code
+        if code is None:
+            self._kill_frozen()
         if code is None or not is_death(code) or self._gave_up:
             return
         if self._died is None:
@@ -148,6 +158,24 @@ class AgentKeeper:
             self._decide(code, self._died - self._started)
             self._died = None
 
+    def give_up_lost(self, reason: str) -> None:
+        """Kill the agent and its workers, and announce that the group is not started again."""
+        self._gave_up = True
+        self.child.process.kill()
+        for worker in self._workers.values():
+            if worker.is_alive:
+                worker.kill()
+        log = str(self.child.log)
+        self._announce(
+            ReplicaGaveUp(replica=self.replica, attempt=self._attempt, cause=LOST, reason=reason, log=log, error="")
+        )
+
+    def report_death(self) -> None:
+        """Announce the death of an agent that nobody starts again, because the run is being stopped."""
+        code = self.child.code
+        if code is not None and is_death(code):
+            self.report_end()
+
     def report_end(self) -> None:
         """Announce, once, that the agent ended with a failure that no event explains."""
         code = self.child.code
@@ -155,6 +183,20 @@ class AgentKeeper:
             return
         self._gave_up = True
         self._announce(self._describe_end(code, restarts=False))
+
+    def _kill_frozen(self) -> None:
+        """Kill an agent that is stopped, and so does not notice the end of its workers: nobody else restarts them."""
+        pid = self.child.process.pid
+        if not self._workers or not _is_stopped(pid) or any(worker.is_alive for worker in self._workers.values()):
+            self._frozen = None
+            return
+        if self._frozen is None:
+            self._frozen = self._clock()
+        elif self._clock() - self._frozen >= FROZEN_SECONDS:
+            for worker in self._workers.values():  # zombies until their agent ends: what they started may live on
+                worker.kill()
+            self._known_reason = "its workers ended while its agent was stopped (SIGSTOP)"
+            self.child.process.kill()
 
     def _decide(self, code: int, alive_seconds: float) -> None:
         """Let the policy say whether another agent follows, and announce it."""
@@ -182,7 +224,7 @@ class AgentKeeper:
             replica=self.replica,
             attempt=self._attempt,
             agent_pid=self.child.process.pid,
-            reason=self._start_error or self._describe(code),
+            reason=self._known_reason or self._describe(code),
             restarts=restarts,
             code=code if code >= 0 else None,
             signal=signal.Signals(-code).name if code < 0 else None,
@@ -200,7 +242,7 @@ class AgentKeeper:
         try:
             self._start(self._next_attempt, self._reason)
         except OSError as error:  # too many processes: the policy counts it as another death
-            self._start_error = f"its agent cannot be started ({error.strerror})"
+            self._known_reason = f"its agent cannot be started ({error.strerror})"
 
     @property
     def _next_attempt(self) -> int:
@@ -214,10 +256,17 @@ class AgentKeeper:
         self._attempt, self._workers = attempt, {}
         self._committed = self._disturbed = False
         self._step = None
-        self._started, self._due, self._gave_up, self._start_error = self._clock(), None, False, ""
+        self._started, self._due, self._gave_up, self._known_reason = self._clock(), None, False, ""
+        self._frozen = None
         self.child = self._start_agent(attempt, reason)
 
 
 def is_death(code: int) -> bool:
     """Tell whether an agent ended that did not mean to: its group has neither finished nor been given up."""
     return code < 0 or code == AGENT_CRASHED_CODE
+
+
+def _is_stopped(pid: int) -> bool:
+    """Tell whether a process is stopped by a signal; False where there is no /proc."""
+    status = read_status(pid)
+    return status is not None and status.state == "T"

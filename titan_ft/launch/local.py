@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
 from titan_ft.config import ConfigError
+from titan_ft.history.notes import name_groups
 from titan_ft.launch.agent_keeper import AgentKeeper
 from titan_ft.launch.children import Child, Children, Process
 from titan_ft.launch.going_on import CHECKPOINTS_OFF, describe_stop
@@ -54,10 +55,12 @@ if TYPE_CHECKING:
     from titan_ft.chaos.runner import ChaosRunner
 
 TICK_SECONDS = 0.1
-_TOLD_AT_A_STOP = (Drained, CheckpointSaved, CheckpointFailed, SavingBeforeLeaving)
+_TOLD_AT_A_STOP = (AgentEnded, Drained, CheckpointSaved, CheckpointFailed, SavingBeforeLeaving)
 _ANNOUNCED_HERE = (AgentEnded, ReplicaGaveUp, SpareTookOver)
 """Events of the launcher about groups, which it takes in when it writes them."""
 _LAUNCHER_FAILED = "the launcher failed"
+LOST_SECONDS = 10.0
+"""What a lost group gets to be heard of again once all others have ended; then it is killed."""
 QUIET_SECONDS = 40.0
 """Before the end that --minutes sets: no fault comes any more, so that all groups are back when it is time to leave."""
 
@@ -95,6 +98,8 @@ class LocalRun:
         """What the zygote prints before there is a folder for its log."""
         self._trains_since: float | None = None
         self._time_is_up = False
+        self._only_lost_since: float | None = None
+        """Since when all groups but lost ones have ended, by the monotonic clock."""
         self._common_end = CommonEnd()
         self._mistake = ""
         """A mistake in the config that only a worker could find; empty as long as none is known."""
@@ -294,6 +299,7 @@ class LocalRun:
                 if self._seconds_left() < QUIET_SECONDS:
                     self._chaos.close()
             self._keep_agents(codes)
+            self._end_lost(codes)
             if CONFIG_ERROR_CODE in codes.values():
                 # All groups read the same file: the others would only wait for each other.
                 mistake = self._mistake or f"the configuration is wrong; see {self.plan.paths.root / 'logs'}"
@@ -325,6 +331,8 @@ class LocalRun:
         def hurry() -> bool:
             if in_order:
                 self._refresh()
+                for agent in self._agents.values():
+                    agent.report_death()  # before those are killed here that do not leave in time
             return self.stop.count > max(num_before, 1)
 
         try:
@@ -391,6 +399,22 @@ class LocalRun:
             agent.poll()
             if codes[replica] and self.status.groups[replica].state != status.FAILED:
                 agent.report_end()
+
+    def _end_lost(self, codes: dict[int, int | None]) -> None:
+        """Kill groups that are lost once all others have ended: the launch would wait for a frozen group for ever."""
+        states = {replica: group.state for replica, group in self.status.groups.items()}
+        rest = [replica for replica, code in codes.items() if code is None]
+        if not rest or status.FINISHED not in states.values() or any(states[r] != status.LOST for r in rest):
+            self._only_lost_since = None
+            return
+        now = time.monotonic()
+        if self._only_lost_since is None:
+            self._only_lost_since = now
+            who = name_groups(rest)
+            self.view.line(f"all others have ended; waiting for {who} (lost) for {LOST_SECONDS:g} s at most")
+        elif now - self._only_lost_since >= LOST_SECONDS:
+            for replica in rest:
+                self._agents[replica].give_up_lost("it was silent, and was killed when all others had ended")
 
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
         """Start a spare in the place of each group that is lost, while there is one; its exit status becomes None."""

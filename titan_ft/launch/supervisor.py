@@ -298,6 +298,8 @@ class Supervisor:
     def _give_up(self, attempt: int, failure: WorkerExit, why: GiveUp) -> None:
         log = self._log(attempt, failure.rank)
         line = last_error_line(log) if failure.error is None or failure.is_early else failure.error.text
+        if failure.code == -signal.SIGKILL:
+            line = ""  # its log just stops: the last line is no reason
         reason = f"{failure.describe()}; {why.reason}"
         self._events.emit(
             ReplicaGaveUp(
@@ -309,7 +311,11 @@ class Supervisor:
                 error=line,
             )
         )
-        print(f"group {self.spec.replica}: {reason}; {log}: {line}", file=sys.stderr, flush=True)
+        print(
+            f"group {self.spec.replica}: {reason}; {f'{log}: {line}' if line else f'see {log}'}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

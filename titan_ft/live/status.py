@@ -307,6 +307,8 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
         case ev.ReplicaGaveUp() if event.mistake:
             return f"{name} has a mistake in its config: {event.mistake}"
         case ev.ReplicaGaveUp():
+            if not event.error:
+                return f"{name} failed: {event.reason}; see {event.log}"
             told = before[replica].error == event.error  # when it died
             return f"{name} failed: {event.reason}" + ("" if told else f"; {event.log}: {event.error}")
         case ev.SpareTookOver():

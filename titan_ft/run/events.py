@@ -697,8 +697,8 @@ class ReplicaGaveUp(GroupEvent, kw_only=True):
     reason: str  # why its last attempt ended, and why there is no other
     log: str  # path of the log of that rank, else of the agent
     error: str  # the exception that ended it; without one the line of the log that says why
-    # why, as a code: "config", "final", "crash loop", "network", "restarts" (none is left), "host" (it is suspected);
-    # not in older histories
+    # why, as a code: "config", "final", "crash loop", "network", "restarts" (none is left), "host" (it is suspected),
+    # "lost" (it was silent when all others had ended); not in older histories
     cause: str | None = None
 
     @property
