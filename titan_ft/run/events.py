@@ -102,7 +102,7 @@ class Setup(msgspec.Struct, kw_only=True):
     global_batch_size: int  # sequences of a step of all groups, as configured; -1 makes it local x ranks x groups
     parallelism: dict[str, int]  # torchtitan's degrees inside a group, by their fields' names; 1 is left out
     device: str  # name of its accelerator, else of its processor
-    accelerator: bool = False  # whether that is an accelerator; false in older histories
+    accelerator: bool = False  # whether that is an accelerator
     num_cpus: int  # processors that the worker may use
     versions: dict[str, str]  # of Python and of the packages that training rests on
 
@@ -209,14 +209,14 @@ class StepCommitted(RankEvent, kw_only=True):
     """A step is committed and applied."""
 
     step: int  # its number, from 1; with a semi-synchronous method that of the round
-    # torchtitan's step behind it: more than `step` where a round has several; not in older histories
+    # torchtitan's step behind it: more than `step` where a round has several
     inner_step: int | None = None
-    inner_steps: int | None = None  # steps of its own that this group made for it; not in older histories
+    inner_steps: int | None = None  # steps of its own that this group made for it
     lineage: str  # names the state that it made, hex; the same in all groups that made it
     parent: str  # lineage of the state that it changed; twelve zeros for the initial one
     participants: list[int]  # groups whose gradients are in it
     tokens: int  # tokens with a label of all participants
-    # mean loss over those; null where it is not finite (in older histories also on a pipeline's earlier stages)
+    # mean loss over those; null where it is not finite
     loss: float | None
     own_tokens: int  # those of this group; 0 where it is no participant
     own_loss: float | None  # mean loss over those; null as above, and without any
@@ -226,10 +226,10 @@ class StepCommitted(RankEvent, kw_only=True):
     exchanges: int  # exchanges that it took, those that broke included
     exchange_seconds: float  # of that, from the end of backward to the commit
     # of that, waiting for other groups, the longest wait first; without waits shorter than 0.01 s. What is left went
-    # into the sums. Not in older histories
+    # into the sums
     waits: list[Waited] | None = None
     # bytes of gradients that this rank sent to the other groups since its last commit, as a ring of the members sends
-    # them: those of exchanges that broke, and of a heal before it, included; rows are not. Not in older histories
+    # them: those of exchanges that broke, and of a heal before it, included; rows are not
     wire_bytes: int | None = None
     # of that, forward and backward; on a GPU also what the update before still takes when they begin
     compute_seconds: float
@@ -269,7 +269,7 @@ class LoaderChecked(RankEvent, kw_only=True):
     batches: int  # that were compared
     reason: str  # what was found; empty where it is exact
     # whether only code decides where it goes on that this project knows: torchtitan's text data over classes of
-    # `datasets`; of any other loader no comparison at the start proves what it does later. Not in older histories
+    # `datasets`; of any other loader no comparison at the start proves what it does later
     transparent: bool | None = None
 
 
@@ -342,8 +342,8 @@ class Waiting(RankEvent, kw_only=True):
     step: int  # committed steps of this group
     participants: list[int]  # groups with gradients in that exchange
     reason: str  # too few groups, or a joiner that the others wait for
-    slots: list[int] | None = None  # groups that the step waits for; not in older histories
-    why: str | None = None  # why, as in `Waited`: "asked" or "too_few"; not in older histories
+    slots: list[int] | None = None  # groups that the step waits for
+    why: str | None = None  # why, as in `Waited`: "asked" or "too_few"
 
 
 class WaitingToEnd(RankEvent, kw_only=True):
@@ -520,7 +520,7 @@ class CatchUpWaiting(RankEvent, kw_only=True):
 
     donor: int  # the group that it fetches from
     step: int  # step after which the state is that it will have
-    reason: str = ""  # why; not in older histories
+    reason: str = ""  # why
 
 
 class StateServed(RankEvent, kw_only=True):
@@ -637,10 +637,10 @@ class WorkerExited(GroupEvent, kw_only=True):
     # attempt
     transient: bool | None = None
     # file and line that raised the exception: of the user's code, else of the library nearest to it; a path below the
-    # working folder or the installed packages is given from there. Not in older histories
+    # working folder or the installed packages is given from there
     where: str | None = None
     log: str | None = None  # path of its log, where it failed of itself
-    host: str | None = None  # name of its host, Slurm's where it has one; not in older histories
+    host: str | None = None  # name of its host, Slurm's where it has one
 
     @property
     def is_mistake(self) -> bool:
@@ -687,7 +687,7 @@ class ReplicaRestarted(GroupEvent, kw_only=True):
     """A group is started again; `attempt` is the new one."""
 
     reason: str  # why its last attempt ended
-    standby: bool  # whether its workers had everything imported: forks, in earlier versions a standby
+    standby: bool  # whether its workers had everything imported: forks
 
 
 class ReplicaGaveUp(GroupEvent, kw_only=True):
@@ -698,7 +698,7 @@ class ReplicaGaveUp(GroupEvent, kw_only=True):
     log: str  # path of the log of that rank, else of the agent
     error: str  # the exception that ended it; without one the line of the log that says why
     # why, as a code: "config", "final", "crash loop", "network", "restarts" (none is left), "host" (it is suspected),
-    # "lost" (it was silent when all others had ended); not in older histories
+    # "lost" (it was silent when all others had ended)
     cause: str | None = None
 
     @property
