@@ -34,9 +34,8 @@ from titan_ft.run.paths import RunPaths
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 120.0  # for whatever is waited for; only a bug takes so long
+SECONDS = 240.0  # for whatever is waited for; only a bug takes so long
 SMALL = ("--training.seq_len=32", "--training.local_batch_size=1", "--fault_tolerance.digest_every=1")
-VIEWS = ("terminal", "top", "report", "page", "check")
 
 
 @dataclass
@@ -245,6 +244,7 @@ def launcher_killed(make: Callable[[str], Dying]) -> Views:
     workers = [run.worker(replica) for replica in (0, 1)]
     run.processes[0].kill()
     run.wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the end of all workers")
+    run.wait_for(lambda: "the launcher is gone" in run.run_command("top", "--once")[1], "top to notice it")
     return run.look()
 
 
@@ -351,3 +351,170 @@ def disk_full_for_events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
             yield run.look()
         finally:
             run.end()
+
+
+# The table: a row for each way of dying, and what each view has to say of it
+
+FINISHED = "Finished at step"
+BOOM = r"RuntimeError: boom, rank 0 of group \d, \S*mybug.py:9"
+OFFLINE = r"ConnectionError: Couldn't reach 'allenai/c4'"
+LOST = r"without group 1, lost since step \d+: not heard of for \d+ s"
+
+WAYS: dict[str, tuple[str, dict[str, str]]] = {
+    "a worker is killed": (
+        "recovered",
+        {
+            "terminal": r"\[ *\d+\.\d s\] group 1 died: rank 0 was killed by SIGKILL",
+            "top": r"restarts 4",
+            "report": r"group 1, attempt 0 +SIGKILL, survivors stalled",
+            "page": r"killed by SIGKILL\s+rank 0 of group 1",
+            "check": r"6 exits of workers explained",
+        },
+    ),
+    "a worker crashes": (
+        "recovered",
+        {
+            "terminal": r"group 1 died: rank 0 was killed by SIGSEGV; see \S+rank-0.log",
+            "top": r"restarts 4",
+            "report": r"group 1, attempt 1 +SIGSEGV, survivors stalled",
+            "page": r"killed by SIGSEGV\s+rank 0 of group 1",
+            "check": r"6 exits of workers explained",
+        },
+    ),
+    "a worker is told to leave": (
+        "recovered",
+        {
+            "terminal": r"group 2 left after step \d+ \(SIGTERM\)",
+            "top": r"group 2 left after step",
+            "report": r"drained +4 \(group 2, attempt 0",
+            "page": r"drained",
+            "check": r"Stopped by Ctrl-C at step \d+ of 100000\n +verdict: holds",
+        },
+    ),
+    "the lighthouse is killed": (
+        "recovered",
+        {
+            "terminal": r"the lighthouse ended \(SIGKILL\); it is back at the same address after",
+            "top": r"lighthouse restarts 1",
+            "report": r"lighthouse +1 restart",
+            "page": r"lighthouse",
+            "check": r"lighthouse restarted: 1 time",
+        },
+    ),
+    "an agent is killed": (
+        "recovered",
+        {
+            "terminal": r"\[ *\d+\.\d s\] group 1 died: its agent was killed by SIGKILL; see \S+supervisor.log\n",
+            "top": r" 1 +left +\d+ .* 3 ",  # three restarts
+            "report": r"group 1, attempt 2 +agent: SIGKILL, survivors stalled .* contributing again after",
+            "page": r"its agent was killed by SIGKILL\s+group 1",
+            "check": r"agent ended: 1 time",
+        },
+    ),
+    "a worker is frozen": (
+        "recovered",
+        {
+            "terminal": r"group 2 is lost: silent for \d+ s, last in step \d+",
+            "top": r"group 2 is lost: silent for \d+ s, last in step \d+",
+            "report": r"group 2, attempt 1 +silent, survivors stalled",
+            "page": r"silent",
+            "check": r"fell behind and healed while it lived",
+        },
+    ),
+    "the launcher is killed": (
+        "launcher_killed",
+        {
+            "top": r"No word of its end, the launcher is gone: last at step \d+",
+            "report": r"! No word of its end, the launcher is gone: last at step \d+",
+            "page": r"! No word of its end, the launcher is gone: last at step \d+",
+            "check": r"! No word of its end, the launcher is gone: last at step \d+.*\n +verdict: unknown",
+        },
+    ),
+    "the model raises an exception": (
+        "model_raises",
+        {
+            "terminal": r"titan-ft launch: all groups end with RuntimeError: boom",
+            "top": rf"Failed at step 12 of 40: {BOOM}",
+            "report": rf"✗ Failed at step 12 of 40: {BOOM}",
+            "page": rf"✗ Failed at step 12 of 40: {BOOM}",
+            "check": rf"✗ Failed at step 12 of 40: {BOOM}",
+        },
+    ),
+    "the data are on a hub that nobody reaches": (
+        "no_network",
+        {
+            "terminal": rf"{OFFLINE}.*check the network",
+            "top": rf"Never began: {OFFLINE}",
+            "report": rf"✗ Never began: {OFFLINE}",
+            "page": rf"✗ Never began: {OFFLINE}",
+            "check": rf"✗ Never began: {OFFLINE}",
+        },
+    ),
+    "the host of a group is lost": (
+        "host_lost",
+        {
+            "terminal": r"group 1 is lost: no heartbeat for",
+            "top": rf"{FINISHED} 150 {LOST}",
+            "report": rf"! {FINISHED} 150 {LOST}",
+            "page": rf"! {FINISHED} 150 {LOST}",
+            "check": rf"! {FINISHED} 150 {LOST}\n +verdict: holds",
+        },
+    ),
+    "a worker of plain torchrun is killed": (
+        "torchrun_worker_killed",
+        {
+            "terminal": r"group 1 is lost: no heartbeat for",
+            "top": rf"{FINISHED} 150 {LOST}",
+            "report": rf"! {FINISHED} 150 {LOST}",
+            "page": rf"! {FINISHED} 150 {LOST}",
+            "check": rf"! {FINISHED} 150 {LOST}\n +verdict: holds",
+        },
+    ),
+    "the disk is too small for a checkpoint": (
+        "disk_full",
+        {
+            "terminal": r"could not save the checkpoint of step 10: the disk is full \(No space left on device\)",
+            "top": r"could not save the checkpoint of step 10: the disk is full",
+            "report": r"checkpoints +\d saved, \d failed \(last: step \d+: the disk is full",
+            "page": r"the checkpoint of step 10 could not be written",
+            "check": r"checkpoint failed: \d time",
+        },
+    ),
+    "the disk is full for events": (
+        "disk_full_for_events",
+        {
+            "terminal": r"not all events of \d process.* can be written \(is the disk full\?\)",
+            "top": r"Finished; the events after step \d+ of 60 are missing",
+            "report": r"! Finished; the events after step \d+ of 60 are missing",
+            "page": r"! Finished; the events after step \d+ of 60 are missing",
+            "check": r"! Finished; the events after step \d+ of 60 are missing\n +verdict: unknown: the last events of",
+        },
+    ),
+}
+STATUSES = {
+    "recovered": 0,
+    "launcher_killed": 1,
+    "model_raises": 1,
+    "no_network": 1,
+    "host_lost": 0,
+    "torchrun_worker_killed": 0,
+    "disk_full": 0,
+    "disk_full_for_events": 1,
+}
+"""Exit status of `titan-ft check`: 1 where the run failed, and where nobody can tell."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_view_names_it(way: str, request: pytest.FixtureRequest) -> None:
+    """No view is silent about a death, and none contradicts another one."""
+    name, expected = WAYS[way]
+    views: Views = request.getfixturevalue(name)
+    silent = [view for view, pattern in expected.items() if re.search(pattern, getattr(views, view)) is None]
+    assert not silent, {view: getattr(views, view)[-4000:] for view in silent}
+
+
+@pytest.mark.parametrize("name", STATUSES)
+def test_status_of_check(name: str, request: pytest.FixtureRequest) -> None:
+    """Scripts decide by it."""
+    views: Views = request.getfixturevalue(name)
+    assert views.check_status == STATUSES[name], views.check
