@@ -476,7 +476,7 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = {
             "terminal": r"could not save the checkpoint of step 10: the disk is full \(No space left on device\)",
             "top": r"could not save the checkpoint of step 10: the disk is full",
             "report": r"checkpoints +\d saved, \d failed \(last: step \d+: the disk is full",
-            "page": r"the checkpoint of step 10 could not be written",
+            "page": r"The checkpoint of step 10 could not be written: the disk is full",
             "check": r"checkpoint failed: \d time",
         },
     ),
@@ -504,7 +504,7 @@ STATUSES = {
 """Exit status of `titan-ft check`: 1 where the run failed, and where nobody can tell."""
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, id=f"{name}: {way}") for way, (name, _) in WAYS.items()])
 def test_every_view_names_it(way: str, request: pytest.FixtureRequest) -> None:
     """No view is silent about a death, and none contradicts another one."""
     name, expected = WAYS[way]
