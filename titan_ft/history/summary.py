@@ -350,7 +350,7 @@ def _describe_host(figures: HostFigures) -> str:
 
 def _served(transfers: Sequence[Transfer]) -> str:
     copies, sent = [each.copy_seconds for each in transfers], [each.serve_seconds for each in transfers]
-    return f"copied in {_spread(copies)} (training stood still no longer), sent in {_spread(sent)}"
+    return f"copied in {_spread(copies)} (the longest pause of training), sent in {_spread(sent)}"
 
 
 def _seconds(value: float | None) -> str:
