@@ -1,10 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which groups of the job are lost: not heard of for so long that somebody should look; pure.
+"""Which other groups of the job are lost, because they have been silent for too long; pure.
 
-A group that dies closes its connections, and its agent restarts it within seconds. A lost host, a frozen group or a
-group that is cut off says nothing of itself, and the others train on without it. So each survivor calls the roll: by
-the heartbeats on the lighthouse's page and by who took part in its own steps.
+If a worker dies, its group closes its connections, and the group's agent restarts it within seconds.
+If a host is lost, or a group is frozen or cut off, nothing is closed and nothing is restarted: the
+other groups train on, and nobody would say that a group is missing. So every group watches how long
+each other group has been silent. A group is heard by its heartbeats, which the lighthouse lists on
+its status page, and by the updates in which it takes part.
 """
 
 from __future__ import annotations
@@ -15,147 +17,190 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-LEAST_SECONDS = 10.0
-"""A group that is restarted is usually heard of again by then: detection and fork take a second or two."""
-STEPS = 3
-"""Usual steps. Where a step takes a minute nobody must look sooner: a restart costs less than the steps do."""
-BEATS = 4
-"""Heartbeat timeouts, where somebody has made these long."""
-_REPEAT = 4.0
-"""A group that stays silent is reported again when it was silent so many times longer than at the last report.
+MIN_SILENCE_SECONDS = 10.0
+"""A shorter silence is never reported: a group whose agent restarts it is silent for a few seconds."""
+MIN_SILENT_STEPS = 3
+"""A silence of fewer usual steps is not reported: with steps of a minute, a restart loses no step."""
+MIN_SILENT_HEARTBEATS = 4
+"""A silence of fewer heartbeat timeouts is not reported: a user may have set a timeout of a minute."""
+_REPORT_AGAIN_FACTOR = 4.0
+"""A lost group is reported again once its silence is this many times longer than at the last report.
 
-At the first report its agent may have been restarting it, so that it was not lost. Its host may be lost since."""
-_RECENT_STEPS = 8
+A group that is being restarted is silent too, and readers of the first report ignore it then. If the
+host of that group is lost during the restart, only another report shows it.
+"""
+_NUM_RECENT_STEPS = 8
 
 
-def silence_limit(step_seconds: float, beat_seconds: float) -> float:
+def silence_limit(step_seconds: float, heartbeat_timeout: float) -> float:
     """Return after how many seconds of silence a group is lost.
 
     Args:
-        step_seconds: what a step usually takes; 0 if that is not known yet.
-        beat_seconds: the heartbeat timeout.
+        step_seconds: duration of a usual step; 0 if not known yet.
+        heartbeat_timeout: seconds after which the lighthouse gives a group up.
     """
-    return max(LEAST_SECONDS, STEPS * step_seconds, BEATS * beat_seconds)
+    steps_limit = MIN_SILENT_STEPS * step_seconds
+    heartbeats_limit = MIN_SILENT_HEARTBEATS * heartbeat_timeout
+    return max(MIN_SILENCE_SECONDS, steps_limit, heartbeats_limit)
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A group was not heard of for `seconds`; it took part in `last_step` last, None if this is not known."""
+    """A group is lost."""
 
     slot: int
     seconds: float
+    """Length of the silence so far."""
     last_step: int | None
+    """The last update in which the group took part; None if this group saw none."""
 
 
 @dataclass(frozen=True)
 class Back:
-    """A group that was reported as lost is heard of again, after `seconds`."""
+    """A group that was reported as lost is heard again."""
 
     slot: int
     seconds: float
+    """Length of the silence."""
 
 
 @dataclass
 class _Group:
+    """What this group knows of one other group. Times are seconds of this host's monotonic clock."""
+
     heard: float
-    """When it was last heard of."""
+    """Time of the latest heartbeat or update."""
     last_step: int | None = None
-    reported: float = 0.0
-    """Seconds of silence at the last report; 0 while it is not lost."""
-    silent_since: float = 0.0
-    """When it was last heard of before that report."""
-    started: float = 0.0
-    """Unix seconds at which its process began; 0 if that is not known."""
+    """The last update in which the group took part; None if this group saw none."""
+    reported_silence: float = 0.0
+    """Seconds of silence at the latest report; 0 if the group is not lost."""
+    heard_before_report: float = 0.0
+    """`heard` at the latest report: the silence began then."""
+    process_started: float = 0.0
+    """Unix seconds at which the group's newest process started; 0 if not known."""
     trains_since: float = -math.inf
-    """Since when this process of it takes part; infinite until it does."""
+    """Time of the newest process's first update.
+
+    -inf for the first process of the group that this group hears of: it may have trained for long.
+    +inf for a process that was started later and has not taken part in an update yet.
+    """
 
 
 class Roll:
-    """What one group knows of the others. All times are seconds of its monotonic clock.
+    """How long each other group has been silent. Times are seconds of this host's monotonic clock.
 
     Args:
         own: slot of this group.
-        beat_seconds: the heartbeat timeout.
+        heartbeat_timeout: in seconds.
     """
 
-    def __init__(self, own: int, beat_seconds: float) -> None:
-        self._own, self._beat = own, beat_seconds
+    def __init__(self, own: int, heartbeat_timeout: float) -> None:
+        self._own = own
+        self._heartbeat_timeout = heartbeat_timeout
         self._groups: dict[int, _Group] = {}
-        self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._committed: float | None = None
+        self._recent_step_seconds: deque[float] = deque(maxlen=_NUM_RECENT_STEPS)
+        self._last_commit: float | None = None
 
     @property
     def limit(self) -> float:
-        """Seconds of silence after which a group is lost, as of now."""
-        return silence_limit(median(self._steps) if self._steps else 0.0, self._beat)
+        """Seconds of silence after which a group is lost, by the duration of the latest steps."""
+        usual = median(self._recent_step_seconds) if self._recent_step_seconds else 0.0
+        return silence_limit(usual, self._heartbeat_timeout)
 
     def commit(self, step: int, slots: Collection[int], now: float, num_steps: int = 1) -> None:
-        """Note the groups that took part in an update, which is one of `num_steps` steps."""
-        if self._committed is not None:
-            self._steps.append((now - self._committed) / max(1, num_steps))
-        self._committed = now
+        """Note the groups that took part in update `step`, which stands for `num_steps` local steps."""
+        if self._last_commit is not None:
+            self._recent_step_seconds.append((now - self._last_commit) / max(1, num_steps))
+        self._last_commit = now
         for slot in slots:
-            if slot != self._own:
-                group = self._groups.setdefault(slot, _Group(now))
-                group.heard, group.last_step = max(group.heard, now), step
-                group.trains_since = min(group.trains_since, now)
+            if slot == self._own:
+                continue
+            group = self._groups.setdefault(slot, _Group(now))
+            group.heard = max(group.heard, now)
+            group.last_step = step
+            group.trains_since = min(group.trains_since, now)
 
-    def begin_anew(self, now: float) -> None:
-        """Give all groups the whole time again, because this group could not have heard of them for a while."""
+    def restart_clocks(self, now: float) -> None:
+        """Let every silence begin now, because this group could hear nobody for a while.
+
+        A group that was reported as lost stays lost until it is heard again.
+        """
         for group in self._groups.values():
-            if not group.reported:
+            if not group.reported_silence:
                 group.heard = now
 
-    def call(
-        self, ages: Mapping[int, float], left: Collection[int], now: float, started: Mapping[int, float] | None = None
+    def find_changes(
+        self,
+        heartbeat_ages: Mapping[int, float],
+        left: Collection[int],
+        now: float,
+        started: Mapping[int, float] | None = None,
     ) -> list[Lost | Back]:
-        """Return what there is to report.
+        """Return which groups are lost since the last call, and which are back.
 
         Args:
-            ages: seconds since the last heartbeat of each group that the lighthouse knows.
-            left: slots of groups that left in order: they may be silent.
-            started: Unix seconds at which the newest process of each group began.
+            heartbeat_ages: by slot, seconds since the last heartbeat that the lighthouse received.
+            left: slots of groups that left in order; their silence is no loss.
+            started: by slot, Unix seconds at which the group's newest process started.
         """
         limit = self.limit
-        for slot, age in ages.items():
-            if slot != self._own and (slot in self._groups or age < limit):
-                group = self._groups.setdefault(slot, _Group(now - age))
-                group.heard = max(group.heard, now - age)
-                self._note_start(group, (started or {}).get(slot, 0.0))
-        found: list[Lost | Back] = []
+        self._note_heartbeats(heartbeat_ages, started or {}, now, limit)
+        changes: list[Lost | Back] = []
         for slot, group in sorted(self._groups.items()):
-            silent = now - group.heard
+            silence = now - group.heard
+            is_lost = group.reported_silence > 0
+            report_due = max(limit, _REPORT_AGAIN_FACTOR * group.reported_silence)
             if slot in left:
-                group.reported = 0.0
-            elif group.reported and silent < limit / 2:
-                # Not by a newer heartbeat alone: the age on the lighthouse's page is a little old when it is
-                # read, on a busy host by seconds, so that a dead group's last heartbeat seems to move.
-                found.append(Back(slot, group.heard - group.silent_since))
-                group.reported = 0.0
-            elif silent >= max(limit, _REPEAT * group.reported) and self._reports(group, ages, limit):
-                group.reported, group.silent_since = silent, group.heard
-                found.append(Lost(slot, silent, group.last_step))
-        return found
+                group.reported_silence = 0.0
+            # A newer heartbeat alone does not prove that a lost group is back. On a busy host, this
+            # process reads the status page seconds late, and the last heartbeat of a dead group
+            # then seems to be newer than in the read before.
+            elif is_lost and silence < limit / 2:
+                changes.append(Back(slot, group.heard - group.heard_before_report))
+                group.reported_silence = 0.0
+            elif silence >= report_due and self._must_report(group, heartbeat_ages, limit):
+                changes.append(Lost(slot, silence, group.last_step))
+                group.reported_silence = silence
+                group.heard_before_report = group.heard
+        return changes
 
-    @staticmethod
-    def _note_start(group: _Group, started: float) -> None:
-        """Note which process of a group heartbeats: a new one has not taken part yet."""
-        if group.started and started > group.started:
-            group.trains_since = math.inf
-        group.started = max(group.started, started)
+    def _note_heartbeats(
+        self, ages: Mapping[int, float], started: Mapping[int, float], now: float, limit: float
+    ) -> None:
+        for slot, age in ages.items():
+            if slot == self._own:
+                continue
+            # The status page lists groups for ever. A group that was lost before this one came is
+            # none of this group's concern.
+            if slot not in self._groups and age >= limit:
+                continue
+            group = self._groups.setdefault(slot, _Group(now - age))
+            group.heard = max(group.heard, now - age)
+            _note_process(group, started.get(slot, 0.0))
 
-    def _reports(self, silent: _Group, ages: Mapping[int, float], limit: float) -> bool:
-        """Tell whether this group is the lowest one that lives and knows of the silent group: one report is enough.
+    def _must_report(self, silent: _Group, ages: Mapping[int, float], limit: float) -> bool:
+        """Return True unless a living group with a lower slot reports the silent group.
 
-        A group that was restarted since the silent one was last heard of has never seen it, and reports nothing. Where
-        the others left the report to it, nobody made one.
+        One report is enough. A group that was restarted during the silence has never heard the silent
+        group and reports nothing, so the report is not left to it.
         """
-        return not any(
-            slot < self._own and age < limit and slot in self._groups and self._knows(self._groups[slot], silent)
-            for slot, age in ages.items()
-        )
+        for slot, age in ages.items():
+            group = self._groups.get(slot)
+            if group is None or slot >= self._own or age >= limit:
+                continue
+            if _has_heard(group, silent):
+                return False
+        return True
 
-    @staticmethod
-    def _knows(group: _Group, silent: _Group) -> bool:
-        """Tell whether the process that a group has now took part while the silent group was heard of."""
-        return group.last_step is not None and group.trains_since <= silent.heard
+
+def _note_process(group: _Group, started: float) -> None:
+    """Note when the process that sends a group's heartbeats started."""
+    is_restarted = group.process_started > 0 and started > group.process_started
+    if is_restarted:
+        group.trains_since = math.inf
+    group.process_started = max(group.process_started, started)
+
+
+def _has_heard(group: _Group, silent: _Group) -> bool:
+    """Return whether the current process of `group` trained before the silence of `silent` began."""
+    return group.last_step is not None and group.trains_since <= silent.heard

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Call the roll while this group trains, and announce which other groups are lost, or back (see `roll`)."""
+"""The thread with which rank 0 of a group reports other groups that are lost, or back (see `roll`)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.roll import LEAST_SECONDS, Lost, Roll
+from titan_ft.replica.roll import MIN_SILENCE_SECONDS, Back, Lost, Roll
 from titan_ft.run.events import GroupBack, GroupLost
 from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
 
-_CALLS = 4
-"""Calls in the time after which a silent group is lost."""
-_OFTEN = 4
-"""Groups that read the lighthouse's page at each call; those above them read it seldom: it has a line a group."""
+_MIN_PAUSE_SECONDS = MIN_SILENCE_SECONDS / 4
+"""Pause between two checks: a silence is reported soon after it has become long enough."""
+_NUM_FREQUENT = 4
+"""Groups with a slot below this pause for `_MIN_PAUSE_SECONDS`; see `_pause_seconds`."""
 
 
 class RollCall:
-    """Rank 0's watch over the other groups, from a thread of its own.
+    """Checks every few seconds which other groups are lost, in a thread of its own.
 
     Args:
-        find_ages: returns the seconds since each group's last heartbeat, and the Unix seconds at which its newest
-            process began; None while the lighthouse does not say.
-        find_left: returns the groups that left in order; None while this group leaves itself: it sees others go.
+        find_ages: reads the lighthouse's status page. Returns, by slot, the seconds since each group's
+            last heartbeat, and the Unix seconds at which its newest process started. Returns None if
+            the lighthouse does not answer.
+        find_left: returns the slots of groups that left in order. Returns None if this group is
+            leaving: the other groups may leave as well, and this group would not be told.
     """
 
     def __init__(
@@ -38,50 +40,96 @@ class RollCall:
         find_ages: Callable[[], tuple[Mapping[int, float], Mapping[int, float]] | None],
         find_left: Callable[[], Collection[int] | None],
     ) -> None:
-        self._events, self._find_ages, self._find_left = events, find_ages, find_left
+        self._events = events
+        self._find_ages = find_ages
+        self._find_left = find_left
+        self._pause = _pause_seconds(config.replica_id)
+        self._closed = threading.Event()
+        # The training thread commits while the other thread checks.
+        self._lock = threading.Lock()
         self._roll = Roll(config.replica_id, config.heartbeat_timeout_ms / 1000)
         self._step = 0
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._pause = LEAST_SECONDS / _CALLS * (1 + (config.replica_id // _OFTEN).bit_length())
+        # Used by the other thread only.
+        self._last_check = time.monotonic()
+        self._could_hear = True
+        self._has_failed = False
         threading.Thread(target=self._run, name="titan_ft_roll_call", daemon=True).start()
 
     def commit(self, step: int, slots: Collection[int], num_steps: int = 1) -> None:
-        """Note the groups that took part in an update, which is one of `num_steps` steps; training thread."""
+        """Note the groups that took part in update `step`; called by the training thread.
+
+        Args:
+            num_steps: local steps for which the update stands.
+        """
         with self._lock:
             self._step = step
             self._roll.commit(step, slots, time.monotonic(), num_steps)
 
     def close(self) -> None:
-        """Call no more: the groups end, and are silent for good."""
+        """Report nothing from now on: at the end of training all groups fall silent."""
         self._closed.set()
 
     def _run(self) -> None:
-        missed = False
-        called = time.monotonic()
         while not self._closed.wait(self._pause):
-            known, left, now = self._find_ages(), self._find_left(), time.monotonic()
-            # This process was frozen, or nobody answered: the others had no chance to be heard.
-            missed = missed or now - called > 2 * self._pause
-            called = now
-            if known is None or left is None:
-                missed = True
-                continue
-            with self._lock:
-                if missed:
-                    self._roll.begin_anew(now)
-                missed = False
-                ages, started = known
-                found = self._roll.call(ages, left, now, started)
-            for each in found:
-                if not self._closed.is_set():
-                    self._announce(each.slot, each.seconds, each)
+            try:
+                self._check()
+            except Exception:
+                # The thread must survive: without it no lost group would be reported any more.
+                self._could_hear = False
+                if not self._has_failed:  # not each time: the log would get a traceback every few seconds
+                    logger.exception("cannot check which groups are lost; the check is repeated")
+                self._has_failed = True
+            else:
+                self._has_failed = False
 
-    def _announce(self, slot: int, seconds: float, found: object) -> None:
-        if isinstance(found, Lost):
-            last = "" if found.last_step is None else f"; the last step it took part in is {found.last_step}"
-            logger.warning("group %d is lost: no heartbeat for %.1f s%s", slot, seconds, last)
-            self._events.emit(GroupLost(slot=slot, seconds=seconds, step=self._step, last_step=found.last_step))
-        else:
+    def _check(self) -> None:
+        """Report the groups that are lost, or back, since the last check."""
+        heartbeats = self._find_ages()
+        left = self._find_left()
+        now = time.monotonic()
+        was_frozen = now - self._last_check > 2 * self._pause
+        self._last_check = now
+        if was_frozen or heartbeats is None or left is None:
+            self._could_hear = False
+        if heartbeats is None or left is None:
+            return
+        ages, started = heartbeats
+        with self._lock:
+            # A process that was frozen, or had no answer from the lighthouse, heard no group. Without
+            # new clocks it would report every other group as lost.
+            if not self._could_hear:
+                self._roll.restart_clocks(now)
+            changes = self._roll.find_changes(ages, left, now, started)
+            step = self._step
+        self._could_hear = True
+        for change in changes:
+            if not self._closed.is_set():
+                self._report(change, step)
+
+    def _report(self, change: Lost | Back, step: int) -> None:
+        """Log a change and write its event.
+
+        Args:
+            step: committed updates of this group.
+        """
+        slot = change.slot
+        seconds = change.seconds
+        if isinstance(change, Back):
             logger.warning("group %d is back: it was silent for %.1f s", slot, seconds)
-            self._events.emit(GroupBack(slot=slot, seconds=seconds, step=self._step))
+            self._events.emit(GroupBack(slot=slot, seconds=seconds, step=step))
+            return
+        last_step = change.last_step
+        took_part = "" if last_step is None else f"; the last step it took part in is {last_step}"
+        logger.warning("group %d is lost: no heartbeat for %.1f s%s", slot, seconds, took_part)
+        self._events.emit(GroupLost(slot=slot, seconds=seconds, step=step, last_step=last_step))
+
+
+def _pause_seconds(slot: int) -> float:
+    """Return the pause of a group between two checks.
+
+    The status page has a line for each group, so the traffic would grow with the square of their
+    number. Only slots 0 to 3 check often: slots 4 to 7 pause twice as long, slots 8 to 15 three times
+    as long, and so on.
+    """
+    factor = 1 + (slot // _NUM_FREQUENT).bit_length()
+    return _MIN_PAUSE_SECONDS * factor
