@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titan_ft.cli import main
-from titan_ft.history.logs import find_ends, show_logs
+from titan_ft.history.logs import find_failed_attempts, show_logs
 from titan_ft.history.record import RunRecord
 from titan_ft.run.log import encode
 from titan_ft.run.paths import RunPaths
@@ -50,19 +50,19 @@ def test_same_reason_is_printed_once(synthetic_run: Any, tmp_path: Path) -> None
     """Groups that end alike share one entry; a kill is another one."""
     run = crashed(synthetic_run, 0, 1)
     run.exit(2, signal="SIGKILL", code=None, reason="rank 0 was killed by SIGKILL")
-    ends = find_ends(RunRecord(run.events))
-    assert [(end.reason.text, end.groups) for end in ends] == [("killed by SIGKILL", (2,)), (BOOM["error"], (0, 1))]
+    ends = find_failed_attempts(RunRecord(run.events))
+    assert [(end.reason.text, end.slots) for end in ends] == [("killed by SIGKILL", (2,)), (BOOM["error"], (0, 1))]
     text = "\n".join(show_logs(RunRecord(run.events), tmp_path, None, 30))
     assert "; group 0 ended alike" in text
     assert text.count("its log is not in this folder") == 2
-    assert [end.groups for end in find_ends(RunRecord(run.events), group=0)] == [(0,)]
+    assert [end.slots for end in find_failed_attempts(RunRecord(run.events), slot=0)] == [(0,)]
 
 
 def test_only_the_first_rank_and_the_last_attempt_count(synthetic_run: Any) -> None:
     """Other ranks end because the first one did, and a group that came back has ended anew since."""
     run = crashed(synthetic_run, 1)
     run.exit(1, rank=1, reason="rank 1 ended with exit status 1", signal=None, code=1, error="RuntimeError: lost peer")
-    (end,) = find_ends(RunRecord(run.events))
+    (end,) = find_failed_attempts(RunRecord(run.events))
     assert end.reason.text == BOOM["error"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from titan_ft.replica.row import Row, Standing, Why
-from titan_ft.replica.waits import LEAST_SECONDS, WaitLog, find_waits
+from titan_ft.replica.waits import MIN_WAIT_SECONDS, WaitLog, find_waits
 
 
 def row(slot: int, came: float, asked: float = 0.0, doing: Why = Why.COMPUTING, connecting: bool = False) -> Row:
@@ -66,12 +66,12 @@ def test_what_is_waited_before_the_own_request_belongs_to_the_exchange_before() 
 
 def make(log: WaitLog, began: float, *rows: Row, answered: float = 10.0, left: Any = ()) -> None:
     """Make an exchange that works; `began` and `answered` by one clock."""
-    log.begin(began)
-    log.made(rows, 0, answered, [(each.slot, 0.0) for each in rows], left)
+    log.start_wait(began)
+    log.note_success(rows, 0, answered, [(each.slot, 0.0) for each in rows], left)
 
 
 def take(log: WaitLog) -> list[tuple[int, float, str]]:
-    return [(wait.slot, wait.seconds, wait.why) for wait in log.take()]
+    return [(wait.slot, wait.seconds, wait.why) for wait in log.take_waits()]
 
 
 def test_the_waits_of_all_exchanges_of_an_update_are_added_up() -> None:
@@ -79,7 +79,7 @@ def test_the_waits_of_all_exchanges_of_an_update_are_added_up() -> None:
     log = WaitLog()
     make(log, 11.0, row(0, 1.0), row(1, 1.5), row(2, 0.5))
     make(log, 20.0, row(0, 0.0), row(1, 0.2), row(2, 0.9), answered=20.0)
-    make(log, 30.0, row(0, 0.0), row(1, LEAST_SECONDS / 2), answered=30.0, left=[2])
+    make(log, 30.0, row(0, 0.0), row(1, MIN_WAIT_SECONDS / 2), answered=30.0, left=[2])
     assert take(log) == [(2, 0.9, "computing"), (1, 0.505, "computing")]
     assert take(log) == []
 
@@ -89,10 +89,10 @@ def test_an_exchange_that_broke_was_a_wait_for_who_is_gone(left: list[int], why:
     """Only the next one that works tells who that is: the others come back to it."""
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.0), row(2, 0.0))
-    log.begin(12.0)
-    log.broke([(0, 0.0), (1, 0.0), (2, 0.0)], 12.5)
-    log.begin(12.6)
-    log.broke([(0, 0.0), (1, 0.0), (2, 0.0)], 12.7)
+    log.start_wait(12.0)
+    log.note_broken([(0, 0.0), (1, 0.0), (2, 0.0)], 12.5)
+    log.start_wait(12.6)
+    log.note_broken([(0, 0.0), (1, 0.0), (2, 0.0)], 12.7)
     make(log, 12.7, row(0, 0.0, asked=0.3), row(1, 0.0, asked=0.3), answered=13.1, left=left)
     # 0.5 s and 0.1 s until they broke, and 0.3 s in which the lighthouse waited for it.
     assert take(log) == [(2, 0.9, why)]
@@ -104,11 +104,11 @@ def test_a_group_that_was_restarted_meanwhile_was_lost_too() -> None:
     """Another process of it is in the next exchange: it does not wait for itself."""
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.0))
-    log.begin(11.0)
-    log.broke([(0, 0.0), (1, 0.0)], 11.5)
-    log.begin(12.0)
+    log.start_wait(11.0)
+    log.note_broken([(0, 0.0), (1, 0.0)], 11.5)
+    log.start_wait(12.0)
     rows = [row(0, 0.0), row(1, 0.25, doing=Why.CATCHING_UP)]
-    log.made(rows, 0, 12.0, [(0, 0.0), (1, 11.2)], [])
+    log.note_success(rows, 0, 12.0, [(0, 0.0), (1, 11.2)], [])
     assert take(log) == [(1, 0.5, "lost"), (1, 0.25, "catching_up")]
 
 
@@ -116,10 +116,10 @@ def test_an_update_that_is_held_back_waits_for_whom_it_needs() -> None:
     """All of the time until the next exchange, whoever came last to the one before."""
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.05))
-    log.hold([2, 3], Why.TOO_FEW)
+    log.note_held_back([2, 3], Why.TOO_FEW)
     make(log, 14.0, row(0, 0.0), row(1, 0.2), answered=14.0)
     assert take(log) == [(2, 2.0, "too_few"), (3, 2.0, "too_few"), (1, 0.2, "computing")]
-    log.hold([], Why.TOO_FEW)
+    log.note_held_back([], Why.TOO_FEW)
     make(log, 15.0, row(0, 0.0), row(1, 0.3), answered=15.0)
     assert take(log) == [(1, 0.3, "computing")]
 
@@ -127,6 +127,6 @@ def test_an_update_that_is_held_back_waits_for_whom_it_needs() -> None:
 def test_what_a_group_waited_for_while_it_healed_is_no_wait_of_its_update() -> None:
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 5.0))
-    log.drop()
+    log.discard()
     make(log, 20.0, row(0, 0.0), row(1, 0.1), answered=20.0)
     assert take(log) == [(1, 0.1, "computing")]

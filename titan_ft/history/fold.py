@@ -101,7 +101,7 @@ class GroupFold:
     """Unix seconds of its last event, whoever wrote it."""
     reason: Reason | None = None
     """Why its last attempt that failed did; None once the group contributes again."""
-    last_end: Reason | None = None
+    last_reason: Reason | None = None
     """The same, and kept when the group contributes again."""
     silence: Reason | None = None
     """What another group said last of this one, where it was not heard of; None once it is heard of again."""
@@ -240,7 +240,7 @@ class RunFold:
 
     def _die(self, group: GroupFold, event: ev.GroupEvent, reason: Reason) -> None:
         group.state, group.attempt = "died", event.attempt
-        group.reason = group.last_end = reason
+        group.reason = group.last_reason = reason
         group.num_ends += 1
         self._drop_out(group, event.time, died=True)
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The last lines of the processes that ended by themselves: exception, place, traceback, and where the log is."""
+"""The output of `titan-ft logs`: for each failed process its exception, its place and the end of its log."""
 
 from __future__ import annotations
 
@@ -18,91 +18,108 @@ from titan_ft.run.paths import RunPaths
 
 
 @dataclass(frozen=True)
-class End:
-    """The last end of one or several groups that ended for the same reason."""
+class FailedAttempts:
+    """The last failed attempt of a group, or of several groups whose attempts failed for one reason."""
 
     reason: Reason
-    """Of the group that ended last."""
-    groups: tuple[int, ...]
+    """The reason of the attempt that failed last."""
+    slots: tuple[int, ...]
 
     def title(self, record: RunRecord) -> str:
-        """Return in two lines what ended the groups, and where and when."""
-        reason, unit = self.reason, record.unit
-        place = "" if reason.rank is None else f"rank {reason.rank} of "
-        where = [f"{place}group {reason.slot}, attempt {reason.attempt}"]
-        where.append("before its first step" if reason.step is None else f"after {unit.name(reason.step)}")
-        where += [f"at {reason.time - record.begin:.1f} s"]
-        where += [reason.where] if reason.where else []
-        others = [group for group in self.groups if group != reason.slot]
-        also = f"; {name_groups(others)} ended alike" if others else ""
-        return f"{reason.text}\n  {', '.join(where)}{also}"
+        """Return two lines: the reason, and the place and time."""
+        reason = self.reason
+        rank = "" if reason.rank is None else f"rank {reason.rank} of "
+        facts = [f"{rank}group {reason.slot}, attempt {reason.attempt}"]
+        if reason.step is None:
+            facts.append("before its first step")
+        else:
+            facts.append(f"after {record.unit.name(reason.step)}")
+        facts.append(f"at {reason.time - record.begin:.1f} s")
+        if reason.where:
+            facts.append(reason.where)
+        place = ", ".join(facts)
+        others = [slot for slot in self.slots if slot != reason.slot]
+        if others:
+            place += f"; {name_groups(others)} ended alike"
+        return f"{reason.text}\n  {place}"
 
 
-def find_ends(record: RunRecord, group: int | None = None) -> list[End]:
-    """Return the last end of each group that ended by itself, each reason once; the latest first.
+def find_failed_attempts(record: RunRecord, slot: int | None = None) -> list[FailedAttempts]:
+    """Return the last failed attempt of each group; attempts with the same reason are one entry.
 
-    Of the ranks of a group the one that its agent named first counts: the others ended because of it. The reason that
-    the outcome of the run names comes before all others.
+    The reason that the outcome of the run names comes first, then the latest. An attempt has the
+    reason of the rank that the agent reported first: the other ranks failed as a consequence.
 
     Args:
-        group: the only one that is asked for; None asks for all.
+        slot: consider this group only; None considers all groups.
     """
-    alike: dict[str, list[Reason]] = defaultdict(list)
-    for known in record.fold.groups.values():
-        if known.last_end is not None and group in (None, known.slot):
-            alike[kind_of(known.last_end.text)].append(known.last_end)
+    reasons_of_kind: dict[str, list[Reason]] = defaultdict(list)
+    for group in record.fold.groups.values():
+        is_wanted = slot is None or slot == group.slot
+        if is_wanted and group.last_reason is not None:
+            reasons_of_kind[kind_of(group.last_reason.text)].append(group.last_reason)
+    found = []
+    for reasons in reasons_of_kind.values():
+        latest = max(reasons, key=lambda reason: reason.time)
+        slots = sorted(reason.slot for reason in reasons if reason.slot is not None)
+        found.append(FailedAttempts(latest, tuple(slots)))
+    found.sort(key=lambda attempts: attempts.reason.time, reverse=True)
     decisive = find_outcome(record).reason
-    first = "" if decisive is None else kind_of(decisive.text)
-    ends = []
-    for reasons in alike.values():
-        last = max(reasons, key=lambda reason: reason.time)
-        ends.append(End(last, tuple(sorted(reason.slot for reason in reasons if reason.slot is not None))))
-    return sorted(ends, key=lambda end: (kind_of(end.reason.text) != first, -end.reason.time))
+    if decisive is not None:
+        # The sort is stable, so the rest stays in order of time.
+        decisive_kind = kind_of(decisive.text)
+        found.sort(key=lambda attempts: kind_of(attempts.reason.text) != decisive_kind)
+    return found
 
 
 def find_log(reason: Reason, run_dir: Path) -> Path | None:
-    """Return the log of the rank that ended, or of the agent; None if there is none in the run's folder.
+    """Return the log of the failed rank, or of the failed agent; None if the log cannot be found.
 
-    The events have its path on the host of the rank. A run that was moved, or is mounted elsewhere, has it at the same
-    place of its folder.
+    The events name the log by its path on the host of the rank. If the run folder was moved or is
+    mounted elsewhere, the log is still at its usual place within the folder.
     """
     if reason.slot is None or reason.attempt is None:
         return None
     paths = RunPaths(run_dir)
-    usual = paths.supervisor_log(reason.slot)
-    if reason.rank is not None:
+    if reason.rank is None:
+        usual = paths.supervisor_log(reason.slot)
+    else:
         usual = paths.logs(reason.slot, reason.attempt, reason.rank)
-    found = [path for path in (usual, Path(reason.log)) if reason.log and path.is_file()]
-    return found[0] if found else usual if usual.is_file() else None
+    if usual.is_file():
+        return usual
+    named = Path(reason.log)
+    return named if reason.log and named.is_file() else None
 
 
-def show_logs(record: RunRecord, run_dir: Path, group: int | None, limit: int) -> list[str]:
-    """Return what `titan-ft logs` prints, a line each.
+def show_logs(record: RunRecord, run_dir: Path, slot: int | None, limit: int) -> list[str]:
+    """Return the lines that `titan-ft logs` prints.
 
-    Where nothing ended by itself, these are the last lines of each group's rank 0.
+    If no process failed, these are the last lines of each group's rank 0.
 
     Args:
-        group: the only one that is asked for; None asks for all.
-        limit: lines of each log at most.
+        slot: show this group only; None shows all groups.
+        limit: maximum number of lines of each log.
     """
     lines = [find_outcome(record).headline]
-    ends = find_ends(record, group)
-    for end in ends:
-        lines += ["", *end.title(record).split("\n"), *_excerpt(find_log(end.reason, run_dir), limit)]
-    if ends:
+    found = find_failed_attempts(record, slot)
+    for attempts in found:
+        log = find_log(attempts.reason, run_dir)
+        lines += ["", *attempts.title(record).split("\n"), *_excerpt(log, limit)]
+    if found:
         return lines
-    slots = record.groups if group is None else [group]
-    lines += ["no group ended by itself; the last lines of rank 0:"]
-    for slot in slots:
-        log = RunPaths(run_dir).latest_logs(slot) / "rank-0.log"
-        end_of_log = [f"    {line}" for line in read_end(log)[-limit:]]
-        lines += ["", f"group {slot}: {log}", *(end_of_log or ["    (no log in this folder)"])]
+    lines.append("no group ended by itself; the last lines of rank 0:")
+    slots = record.groups if slot is None else [slot]
+    for shown in slots:
+        log = RunPaths(run_dir).latest_logs(shown) / "rank-0.log"
+        last_lines = read_end(log)[-limit:] or ["(no log in this folder)"]
+        lines += ["", f"group {shown}: {log}"]
+        lines += [f"    {line}" for line in last_lines]
     return lines
 
 
 def _excerpt(log: Path | None, limit: int) -> list[str]:
-    """Return the path of a log and the lines of it that explain the end of its process."""
+    """Return the path of a log and those of its lines that explain why its process failed."""
     if log is None:
         return ["  its log is not in this folder: what it printed went to the output of its group"]
-    found = explain_end(read_end(log), limit)
-    return [f"  {log}", *(f"    {line}" for line in found or ["(empty log)"])]
+    explanation = explain_end(read_end(log), limit) or ["(empty log)"]
+    return [f"  {log}", *(f"    {line}" for line in explanation)]

@@ -1,18 +1,21 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the groups of a run waited for each other, summed from `StepCommitted.waits`; nothing is inferred.
+"""How long the job waited for each group, and why: sums of `StepCommitted.waits`.
 
-`find_waits` returns one `StepWait` for each step, awaited group and reason. `sum_by_slot` sums these by group and
-reason, for a table or a chart: {2: {"lost": 1.4, "catching_up": 0.03}} says that the job waited 1.4 s in all for group
-2 because it was gone. The reasons are those of `titan_ft.run.events.Waited.why`; `REASONS` has a phrase for each.
+`find_waits` returns a `StepWait` for each commit, awaited group and reason. `sum_by_slot` adds these
+up for a table or a chart: {2: {"lost": 1.4, "catching_up": 0.03}} means that the job waited 1.4 s in
+all for group 2 while it was lost, and 0.03 s while it caught up. `REASONS` has a phrase for each
+reason of `titan_ft.run.events.Waited.why`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from titan_ft.history.record import RunRecord, view
+from titan_ft.run.events import StepCommitted
 
 REASONS = {
     "computing": "computing",
@@ -25,48 +28,70 @@ REASONS = {
     "left": "leaving in order",
     "too_few": "needed for min_replica_size",
 }
-"""What an awaited group did, or why it did not come, for people."""
+"""By reason, the words for it in reports: the activity or the absence of the awaited group."""
 
 
 @dataclass(frozen=True)
 class StepWait:
-    """How long the job waited for a group in one step: as long as the rank that waited longest."""
+    """How long the job waited for one group, for one reason, in one commit."""
 
     step: int
+    """Number of the commit: a step, or a round of several."""
     slot: int
     """The awaited group."""
     why: str
+    """A key of `REASONS`."""
     seconds: float
+    """The wait of the group that waited longest."""
     by: int
-    """The group of the rank that waited longest."""
+    """Slot of the group that waited longest."""
     time: float
-    """Unix seconds of that rank's commit."""
+    """Unix seconds at which the group that waited longest committed."""
 
 
 @view
 def find_waits(record: RunRecord) -> list[StepWait]:
-    """Return the waits of all steps in order of time; void steps are included, for the time is lost as well."""
+    """Return the waits of all commits in order of time.
+
+    Waits of commits whose state was thrown away later are included: the time is lost as well.
+    """
     found: list[StepWait] = []
     for commits in record.commits_of.values():
-        longest: dict[tuple[int, str], StepWait] = {}
-        for commit in commits:
-            for wait in commit.waits or ():
-                known = longest.get((wait.slot, wait.why))
-                if known is None or wait.seconds > known.seconds:
-                    one = StepWait(commit.step, wait.slot, wait.why, wait.seconds, commit.replica, commit.time)
-                    longest[wait.slot, wait.why] = one
-        found += longest.values()
+        found += _longest_waits(commits)
     return sorted(found, key=lambda wait: wait.time)
 
 
+def _longest_waits(commits: Iterable[StepCommitted]) -> list[StepWait]:
+    """Return the longest wait for each awaited group and reason.
+
+    Args:
+        commits: the events that the groups wrote about one and the same commit.
+    """
+    longest: dict[tuple[int, str], StepWait] = {}
+    for commit in commits:
+        for wait in commit.waits or ():
+            known = longest.get((wait.slot, wait.why))
+            if known is not None and wait.seconds <= known.seconds:
+                continue
+            longest[wait.slot, wait.why] = StepWait(
+                step=commit.step,
+                slot=wait.slot,
+                why=wait.why,
+                seconds=wait.seconds,
+                by=commit.replica,
+                time=commit.time,
+            )
+    return list(longest.values())
+
+
 def sum_by_slot(record: RunRecord) -> dict[int, dict[str, float]]:
-    """Return the seconds that the job waited for each group, by reason."""
-    found: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    """Return, by awaited group and reason, the seconds that the job waited."""
+    sums: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for wait in find_waits(record):
-        found[wait.slot][wait.why] += wait.seconds
-    return {slot: dict(reasons) for slot, reasons in sorted(found.items())}
+        sums[wait.slot][wait.why] += wait.seconds
+    return {slot: dict(seconds_by_reason) for slot, seconds_by_reason in sorted(sums.items())}
 
 
 def count_unknown(record: RunRecord) -> int:
-    """Return how many commits do not say what they waited: those of an older history."""
+    """Return how many commits have no waits, because an earlier version wrote their events."""
     return sum(commit.waits is None for commit in record.commits)

@@ -283,12 +283,12 @@ class Rounds:
                 self._digest_for_joiners(quorum)  # else in the round behind it: nobody need replay this one
             gives = use.gives and not contribution.empty and not self._is_outdated(quorum)
             made, error = self._exchange_once(gives, contribution, use)
-            self.waits.begin(quorum.asked if use is GradientUse.OPEN else started)
+            self.waits.start_wait(quorum.asked if use is GradientUse.OPEN else started)
             if not self._vote(made):
                 error = error or "broke on another rank of this group"
                 return self._break(error, started, quorum)
         assert made is not None, "the vote passed with this rank's no"
-        self.waits.made(made.rows, quorum.rank, quorum.answered, quorum.processes, self._position.left)
+        self.waits.note_success(made.rows, quorum.rank, quorum.answered, quorum.processes, self._position.left)
         self._met, self._asked_for = frozenset(quorum.members), made.asked_for
         self._position.observe(made)
         # One that is a step ahead or behind saw a broken exchange differently: no state differs.
@@ -381,7 +381,7 @@ class Rounds:
 
     def _break(self, error: str, started: float, quorum: Quorum) -> Broken:
         step, seconds = self._position.step, time.monotonic() - started
-        self.waits.broke(quorum.processes, started + seconds)
+        self.waits.note_broken(quorum.processes, started + seconds)
         logger.warning("the exchange after %s %d broke: %s", unit_of(self._config), step, error)
         self._events.emit(ExchangeFailed(error=error, seconds=seconds, step=step))
         self._position.broke()

@@ -170,7 +170,7 @@ class ReplicaDimension:
                     if missing:
                         logger.warning("start_timeout_seconds is over: beginning without %d groups", missing)
                     self._position.begin()
-                    self._rounds.waits.drop()
+                    self._rounds.waits.discard()
                     self._ledger.readers = tuple(outcome.readers)
                     return True
                 case decisions.Heal():
@@ -349,7 +349,7 @@ class ReplicaDimension:
             JobLostError: nobody is left who has it.
         """
         self.heal_seconds = self._heal.run()
-        self._rounds.waits.drop()
+        self._rounds.waits.discard()
         self.digest_if_due()
         self.offer()
         return self._position.step
@@ -504,12 +504,12 @@ class ReplicaDimension:
             own_loss=own.loss * (self._nominal_tokens / own.valid_tokens) if own.valid_tokens else None,
             exchanges=exchanges,
             slowest=max(self._stragglers.ratios.values(), default=0.0),
-            waits=self._rounds.waits.take(),
+            waits=self._rounds.waits.take_waits(),
         )
 
     def _wait(self, outcome: Round | Broken, wait: decisions.Wait) -> None:
         """Pause before the next round: the step cannot be committed now."""
-        self._rounds.waits.hold(wait.slots, wait.why)
+        self._rounds.waits.note_held_back(wait.slots, wait.why)
         if not self._waiting and isinstance(outcome, Round):
             self._waiting = True
             logger.warning("%s %d waits: %s", unit_of(self._config), self._position.step + 1, wait.reason)

@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long this group waited in the exchanges of an update, for whom and why.
+"""How long this group waited for other groups in the exchanges of an update, for whom and why.
 
-Each row says how long before the quorum's answer its group had asked for it, how long after the answer the group was
-ready for the exchange, and what the group did until then. The answer reaches all members at the same moment. So
-every member knows from the rows who came last and by how much, without a common clock and without a message.
+The lighthouse answers the quorum requests of all groups at the same moment. The row of each group
+says how long before this answer the group asked, how long after the answer it was ready for the
+exchange, and what it did meanwhile. From the rows, each group knows which group came last and by how
+many seconds. No common clock and no further message is needed.
 """
 
 from __future__ import annotations
@@ -16,107 +17,150 @@ from titan_ft.replica.member import Process
 from titan_ft.replica.row import Row, Why
 from titan_ft.run.events import Waited
 
-LEAST_SECONDS = 0.01
-"""Shorter waits are not reported."""
+MIN_WAIT_SECONDS = 0.01
+"""A shorter wait is not reported."""
 
 Wait = tuple[int, Why, float]
-"""Slot, reason and seconds of a wait."""
+"""Slot of the awaited group, reason, and seconds."""
 
 
 def find_waits(rows: Sequence[Row], own: int, began: float, gone: Sequence[tuple[int, Why]] = ()) -> Iterator[Wait]:
-    """Yield what the member of rank `own` waited for in an exchange that worked.
+    """Yield the waits of this group in an exchange that succeeded.
 
-    Time in which a group that trains and a joiner are both awaited is charged to the group that trains: without the
-    joiner the exchange would not have been over sooner.
+    While a group that trains and a joiner are both awaited, the time is charged to the group that
+    trains: the exchange would not have ended sooner without the joiner.
 
     Args:
-        began: when that member began to wait, seconds after the quorum's answer; negative if it was before.
-        gone: slots that were in the exchange before and are not in this one, each with the reason.
+        rows: the rows of all members. All times are seconds relative to the quorum's answer, and
+            negative before it.
+        own: index of this group's row.
+        began: when this group began to wait.
+        gone: slots that took part in the exchange before and not in this one, with the reason.
     """
-    # Where groups are gone the lighthouse waits for their heartbeats to end, whenever a joiner asks meanwhile.
-    asked = [(-row.asked, row) for row in rows if not (gone and Why(row.doing).joins)]
-    first = max(began, -rows[own].asked)
-    yield from _charge(first, asked)
-    rest = -max([first, *(time for time, _ in asked)])
-    if rest > 0:
-        yield from ((slot, why, rest / len(gone)) for slot, why in gone)
-    for slot, why, seconds in _charge(max(began, rows[own].came), [(row.came, row) for row in rows]):
-        connecting = any(row.connecting for row in rows if row.slot == slot)
-        yield slot, Why.CONNECTING if connecting else why, seconds
+    # First the wait for the quorum: until every member has asked for it.
+    requests = []
+    for row in rows:
+        # While groups are gone, the lighthouse waits for their heartbeats to stop. A joiner that asks
+        # during that time delays nobody.
+        if gone and Why(row.doing).joins:
+            continue
+        requests.append((-row.asked, row))
+    quorum_wait_began = max(began, -rows[own].asked)
+    yield from _charge(quorum_wait_began, requests)
+    last_request = max([quorum_wait_began, *(time for time, _ in requests)])
+    # All members have asked by then. The lighthouse answers later only because of groups that are gone.
+    seconds_for_gone = -last_request
+    if seconds_for_gone > 0:
+        for slot, why in gone:
+            yield slot, why, seconds_for_gone / len(gone)
+    # Then the wait for the exchange: until every member is ready for it.
+    arrivals = [(row.came, row) for row in rows]
+    connecting = {row.slot for row in rows if row.connecting}
+    for slot, why, seconds in _charge(max(began, rows[own].came), arrivals):
+        yield slot, Why.CONNECTING if slot in connecting else why, seconds
 
 
 def _charge(start: float, arrivals: Sequence[tuple[float, Row]]) -> Iterator[Wait]:
-    """Charge the time from `start` to the last arrival to those that came last: one that trains, then a joiner."""
+    """Charge the time from `start` to the last arrival.
+
+    The time until the last group that trains arrives is charged to that group. The time after it is
+    charged to the last joiner.
+    """
     for joins in (False, True):
-        late = [(time, row) for time, row in arrivals if time > start and Why(row.doing).joins is joins]
+        late = []
+        for time, row in arrivals:
+            if time > start and Why(row.doing).joins is joins:
+                late.append((time, row))
         if late:
-            last, row = max(late, key=lambda one: one[0])
+            last, row = max(late, key=lambda arrival: arrival[0])
             yield row.slot, Why(row.doing), last - start
             start = last
 
 
 class WaitLog:
-    """Adds up what this rank has waited for since its last update. Training thread only."""
+    """Adds up the waits of this rank since its last update. Training thread only."""
 
     def __init__(self) -> None:
         self._seconds = defaultdict[tuple[int, Why], float](float)
-        self._met: frozenset[Process] = frozenset()  # members of the last exchange that worked
-        self._broken = defaultdict[Process, float](float)  # seconds in exchanges that broke since, by member
-        self._held: tuple[Sequence[int], Why] | None = None
-        self._since = 0.0  # when the wait of the last exchange began
-        self._last: list[Wait] = []  # of the last exchange
+        """By awaited slot and reason, seconds since the last update."""
+        self._last_members: frozenset[Process] = frozenset()
+        """Members of the last exchange that succeeded."""
+        self._broken = defaultdict[Process, float](float)
+        """By member, seconds in the exchanges that broke since then."""
+        self._held_back_for: tuple[Sequence[int], Why] | None = None
+        """Slots for which the update is held back, and the reason; None if it is not held back."""
+        self._began = 0.0
+        """When the wait of the latest exchange began."""
+        self._last_waits: list[Wait] = []
+        """Waits of the latest exchange, not in `_seconds` yet: `note_held_back` may replace them."""
 
-    def begin(self, now: float) -> None:
-        """Begin the wait of an exchange: this rank's part of it is there."""
-        if self._held is not None:
-            slots, why = self._held
-            self._last = [(slot, why, (now - self._since) / len(slots)) for slot in slots]
-        self._count_last()
-        self._held, self._since = None, now
+    def start_wait(self, now: float) -> None:
+        """Note that this rank is ready for an exchange."""
+        if self._held_back_for is not None:
+            # The update could not be made without these groups, so all of the time since the exchange
+            # before is charged to them, and nothing to the member that came last.
+            slots, why = self._held_back_for
+            seconds = (now - self._began) / len(slots)
+            self._last_waits = [(slot, why, seconds) for slot in slots]
+        self._add_last_waits()
+        self._held_back_for = None
+        self._began = now
 
-    def broke(self, members: Collection[Process], now: float) -> None:
-        """Note an exchange that broke at `now`; the next one that works says which of its members were lost."""
+    def note_broken(self, members: Collection[Process], now: float) -> None:
+        """Note that the exchange broke at `now`.
+
+        Which member broke it is not known before the next exchange that succeeds: that member is not
+        in it.
+        """
         for process in members:
-            self._broken[process] += now - self._since
+            self._broken[process] += now - self._began
 
-    def made(
+    def note_success(
         self, rows: Sequence[Row], own: int, answered: float, members: Collection[Process], left: Collection[int]
     ) -> None:
-        """Note an exchange that worked.
+        """Note that the exchange succeeded.
 
         Args:
-            answered: when the lighthouse answered, by the clock of `begin`.
+            rows: the rows of all members.
+            own: index of this group's row.
+            answered: when the lighthouse answered, by the clock of `start_wait`.
             left: slots that have left in order.
         """
-        gone = {*self._met, *self._broken}.difference(members)
-        reasons = [(slot, Why.LEFT if slot in left else Why.LOST, process) for process in gone for slot in process[:1]]
-        self._last = list(find_waits(rows, own, self._since - answered, [(slot, why) for slot, why, _ in reasons]))
-        self._last += [(slot, why, self._broken[process] / len(gone)) for slot, why, process in reasons]
-        self._met = frozenset(members)
+        gone = {*self._last_members, *self._broken}.difference(members)
+        reasons = []
+        broken_waits = []
+        for process in gone:
+            slot = process[0]
+            why = Why.LEFT if slot in left else Why.LOST
+            reasons.append((slot, why))
+            broken_waits.append((slot, why, self._broken[process] / len(gone)))
+        self._last_waits = [*find_waits(rows, own, self._began - answered, reasons), *broken_waits]
+        self._last_members = frozenset(members)
+        # Else the groups that are gone would be gone, and awaited, in each later exchange again.
         self._broken.clear()
 
-    def hold(self, slots: Sequence[int], why: Why) -> None:
-        """Note that the update waits for `slots`: all of the time until the next exchange is for them."""
-        self._held = (slots, why) if slots else None
+    def note_held_back(self, slots: Sequence[int], why: Why) -> None:
+        """Note that the update is held back for `slots`, from the last exchange to the next one."""
+        self._held_back_for = (slots, why) if slots else None
 
-    def drop(self) -> None:
-        """Forget what was waited for: no update of this group follows from it."""
+    def discard(self) -> None:
+        """Forget all waits: this group makes no update after them, because it heals."""
         self._seconds.clear()
-        self._held, self._last = None, []
+        self._held_back_for = None
+        self._last_waits = []
 
-    def take(self) -> list[Waited]:
-        """Return what was waited for until the update that is made now, the longest first; and begin anew."""
-        self._count_last()
-        found = [
-            Waited(slot=slot, seconds=round(seconds, 4), why=why.name.lower())
-            for (slot, why), seconds in self._seconds.items()
-            if seconds >= LEAST_SECONDS
-        ]
-        found.sort(key=lambda wait: -wait.seconds)
-        self.drop()
-        return found
+    def take_waits(self) -> list[Waited]:
+        """Return the waits for the update that is made now, the longest first, and forget them."""
+        self._add_last_waits()
+        waits = []
+        for (slot, why), seconds in self._seconds.items():
+            if seconds >= MIN_WAIT_SECONDS:
+                waits.append(Waited(slot=slot, seconds=round(seconds, 4), why=why.name.lower()))
+        waits.sort(key=lambda wait: wait.seconds, reverse=True)
+        self.discard()
+        return waits
 
-    def _count_last(self) -> None:
-        for slot, why, seconds in self._last:
+    def _add_last_waits(self) -> None:
+        for slot, why, seconds in self._last_waits:
             self._seconds[slot, why] += seconds
-        self._last = []
+        self._last_waits = []

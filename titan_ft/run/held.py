@@ -1,6 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The lock that a launch holds on the config of its run folder, as long as its process lives."""
+"""The lock by which a launch occupies its run folder.
+
+The launcher locks the run's config file for as long as its process lives. A second launch into the
+same folder is refused, and `check`, `report` and `top` see whether the run still goes on.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,24 @@ from typing import IO
 
 from titan_ft.run.paths import RunPaths
 
-LOOK_SECONDS = 0.2
-"""`is_held` takes the lock for a moment: a launch that is refused by that moment tries again for so long."""
+RETRY_SECONDS = 0.2
+"""How long `hold` retries: `is_held` of another process, such as `top`, locks the file for a moment."""
 
 
 def hold(config: IO[str]) -> bool:
-    """Take the lock until the file is closed, or this process is gone; return False where another launch has it."""
-    deadline = time.monotonic() + LOOK_SECONDS
+    """Lock the config file of a run; the lock lasts until the file is closed or this process ends.
+
+    Returns:
+        False if another launch has locked the file. True on a file system without locks.
+    """
+    deadline = time.monotonic() + RETRY_SECONDS
     while True:
         try:
             fcntl.flock(config, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 return False
-            time.sleep(LOOK_SECONDS / 10)
+            time.sleep(RETRY_SECONDS / 10)
         except OSError:  # a file system without locks
             return True
         else:
@@ -31,10 +39,11 @@ def hold(config: IO[str]) -> bool:
 
 
 def is_held(paths: RunPaths) -> bool | None:
-    """Tell whether a launch goes on in a run folder; None where nobody can tell, as on a file system without locks."""
+    """Return whether a launch occupies the run folder; None if unknown, as without locks or config."""
     try:
         with paths.config.open(encoding="utf-8") as config:
-            # Shared: two that look at the same moment do not take each other for a launch.
+            # A shared lock: with exclusive ones, `check` and `top` at the same moment would each
+            # mistake the other for a launch.
             fcntl.flock(config, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
