@@ -389,6 +389,18 @@ def test_nothing_compared_is_unknown(good_run: Any) -> None:
     assert (failed(report), unknown(report)) == (set(), {2})
 
 
+def test_a_run_before_its_first_digest(good_run: Any) -> None:
+    """A run that goes on, and has come to no digest yet, holds so far."""
+    end = min(each.time for each in good_run.named("training_finished"))
+    events = [each for each in good_run.events if each.time < end]
+    for event in events:
+        if hasattr(event, "digest"):
+            event.digest = None
+    running = check_module.check(RunRecord(events, goes_on=True))
+    assert (running[2].shown_verdict, running.verdict, running.exit_status) == ("not asked", "holds", 0)
+    assert check(events).exit_status == 1
+
+
 def test_participant_that_died_untold_is_not_counted(good_run: Any) -> None:
     """A step of which a participant that died does not tell its part is left out of the average's check."""
     for event in good_run.named("step_committed", step=6, replica=2):

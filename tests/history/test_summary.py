@@ -110,7 +110,7 @@ def test_killed_and_healed_group() -> None:
     (failure,) = summary.failures
     assert (failure.replica, failure.attempt, failure.cause) == (1, 0, "SIGKILL")
     assert failure.stall_seconds == pytest.approx(0.8 - STEP_SECONDS)
-    assert failure.rejoin_seconds == pytest.approx(3.501 - 3.2)
+    assert failure.rejoin_seconds == pytest.approx(3.501 - 2.0), "its death was noted late: it was missing since step 5"
     assert failure.heal is not None
     assert (failure.heal.donor, failure.heal.num_bytes, failure.heal.seconds) == (0, 2 * 2**20, 0.4)
     assert (failure.heal.replica, failure.heal.attempt, failure.heal.from_step) == (1, 1, 9)
@@ -325,7 +325,7 @@ def test_text_is_short_and_aligned() -> None:
     text = format_summary(summarize(killed_run()))
     assert "2 x 2 ranks" in text
     assert "13 attempted, 12 committed" in text
-    assert "SIGKILL, survivors stalled 0.50 s, contributing again after 0.30 s" in text
+    assert "SIGKILL, survivors stalled 0.50 s, contributing again after 1.50 s" in text
     assert "healed from group 0: 2.0 MiB in 0.40 s" in text
     outcome, empty, *lines = text.splitlines()
     assert (outcome, empty) == ("\u2713 Finished at step 12", "")

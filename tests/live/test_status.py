@@ -529,6 +529,14 @@ def test_lost_group_is_named_and_shown_until_it_is_back() -> None:
     assert run.groups[1].state == status.TRAINING
 
 
+def test_lost_group_whose_last_commit_is_not_written() -> None:
+    """The table says the step that the line says: the others know that it took part."""
+    run = RunStatus(2)
+    run.observe(step(1, replica=1, time=2.0))
+    assert run.observe(lost(12.0, last_step=2)) == "group 1 is lost: silent for 10 s, last in step 2"
+    assert "lost since step 2" in text_of(group_table(run.groups, 50.0, 80))
+
+
 def test_group_that_is_restarted_is_not_lost() -> None:
     """Its agent's events are newer than what a survivor knows."""
     run = RunStatus(2)

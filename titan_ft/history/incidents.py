@@ -228,7 +228,7 @@ def find_incidents(record: RunRecord) -> list[Incident]:
     )
     heals = find_heals(record)
     described = [
-        _describe(one, found, commits, heals, None if stall is None else stall / 1e6)
+        _describe(one, found, commits, heals, None if stall is None else stall / 1e6, record.fold.failures)
         for one, stall in zip(found, stalls, strict=True)
     ]
     return sorted(described, key=lambda incident: incident.time)
@@ -384,23 +384,25 @@ def _describe(
     commits: Commits,
     heals: Sequence[Heal],
     stall: float | None,
+    gone: Sequence[Dropout],
 ) -> Incident:
     """Find out when the groups were back, and put it all together."""
     time = one.time_us / 1e6
     returns = {
         replica: _find_return(one, replica, incidents, commits.get(replica, ()), heals) for replica in one.groups
     }
-    deaths = []
+    deaths, away = [], {attempt.replica: _away_since(attempt, time, gone) for attempt in one.ended}
     for attempt in one.ended:
         if attempt.failed:
             back, heal = returns[attempt.replica]
-            rejoin = None if back is None else max(0.0, back.time - time)
+            rejoin = None if back is None else max(0.0, back.time - away[attempt.replica])
             cost = (stall, rejoin, heal)
             deaths.append(Failure(attempt.replica, attempt.number, time, attempt.reason, *cost, died=True))
     dropouts = [_describe_dropout(dropout, one, stall, heals) for dropout in one.dropped]
     # Who left because it was asked to was away as well.
     ended = [returns[attempt.replica] for attempt in one.ended]
-    rejoins = [None if back is None else back.time - time for back, _ in ended]
+    backs = [(attempt.replica, returns[attempt.replica][0]) for attempt in one.ended]
+    rejoins = [None if back is None else back.time - away[replica] for replica, back in backs]
     rejoins += [dropout.rejoin_seconds for dropout in dropouts if dropout.away]
     known = [rejoin for rejoin in rejoins if rejoin is not None]
     healed = [heal for _, heal in ended] + [dropout.heal for dropout in dropouts]
@@ -424,6 +426,15 @@ def _describe(
         failures=(*deaths, *dropouts),
         drains=tuple(drains),
     )
+
+
+def _away_since(attempt: Attempt, time: float, gone: Sequence[Dropout]) -> float:
+    """Return since when a group is away whose attempt ended, in Unix seconds.
+
+    One that hung or was frozen first is missing since the others went on without it, and not since its end.
+    """
+    same = (each for each in gone if each.died and (each.slot, each.attempt) == (attempt.replica, attempt.number))
+    return min([time, *(each.time for each in same)])
 
 
 def _describe_dropout(dropout: Dropout, one: _Open, stall: float | None, heals: Sequence[Heal]) -> Failure:

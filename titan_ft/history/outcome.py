@@ -161,8 +161,8 @@ def _lost_groups(fold: RunFold, kind: Kind) -> list[LostGroup]:
 
 def _step_of(fold: RunFold, group: GroupFold) -> int | None:
     """Return torchtitan's step that a group made last; None if it made none."""
-    step = group.took_part if group.step is None else group.step
-    return None if step is None else fold.unit.step_after(step)
+    made = [step for step in (group.step, group.took_part) if step is not None]
+    return fold.unit.step_after(max(made)) if made else None
 
 
 def _is_lost(fold: RunFold, group: GroupFold, kind: Kind) -> bool:

@@ -372,11 +372,12 @@ class LocalRun:
             self._metrics.observe(event)
         if self._curve:
             self._curve.observe(event)
-        # When the whole run is stopped, workers do not "die" one by one.
+        # When the whole run is stopped, workers do not "die" one by one; one that somebody else killed did.
         stopping = self.stop or self._time_is_up
+        killed = isinstance(event, WorkerExited) and event.signal is not None
         if isinstance(event, ReplicaGaveUp) and event.mistake:
             self._mistake = self._mistake or event.mistake  # all groups have it, and it is one line, at the end
-        elif line is not None and (not stopping or isinstance(event, _TOLD_AT_A_STOP)):
+        elif line is not None and (not stopping or killed or isinstance(event, _TOLD_AT_A_STOP)):
             self.view.line(line)
 
     def _judge(self, event: Event) -> str:

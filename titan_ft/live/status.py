@@ -118,7 +118,10 @@ def _fold_silence(
             lost = is_lost(group.state, event.time - heard.get(slot, 0.0), event.seconds)
             state = LOST if lost else group.state
         if state != group.state:
-            groups = {**groups, slot: replace(group, state=state, own_seconds=None)}
+            step = group.step
+            if state == LOST and isinstance(event, ev.GroupLost) and event.last_step is not None:
+                step = max(step or 0, event.last_step)  # its own last commit may not be written
+            groups = {**groups, slot: replace(group, state=state, step=step, own_seconds=None)}
     return groups
 
 
