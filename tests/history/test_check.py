@@ -81,6 +81,15 @@ def test_format_and_json(good_run: Any) -> None:
     assert [each["promise"] for each in told["judgements"]] == [1, 2, 3, 4, 5, 6, 7, 8, None, None]
 
 
+def test_an_agent_that_could_not_be_started_has_no_exit_status(good_run: Any) -> None:
+    """The reason in words is enough for promise 8; of an agent that was started, the status is missing."""
+    facts = {"replica": 2, "attempt": 0, "reason": "its agent cannot be started", "restarts": True}
+    good_run.tell("agent_ended", 1, agent_pid=None, code=None, signal=None, **facts)
+    assert check(good_run.events)[8].verdict == "holds"
+    good_run.named("agent_ended")[0].agent_pid = 11
+    assert check(good_run.events)[8].verdict == "does not hold"
+
+
 # Broken histories: what is done to the good one, and the promise that must object.
 
 

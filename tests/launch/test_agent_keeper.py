@@ -14,8 +14,8 @@ from tests.event_builder import event
 from titan_ft.launch import agent_keeper
 from titan_ft.launch.agent_keeper import FROZEN_SECONDS, AgentKeeper
 from titan_ft.launch.children import Child
-from titan_ft.launch.restart_policy import AGENT_CRASHED_CODE, RestartPolicy
-from titan_ft.run.events import Event
+from titan_ft.launch.restart_policy import AGENT_CRASHED_CODE, AttemptEnd, GiveUp, RestartPolicy
+from titan_ft.run.events import AgentEnded, Event
 from titan_ft.run.paths import RunPaths
 
 
@@ -34,6 +34,14 @@ class Agent:
         self.code = -signal.SIGKILL
 
 
+class Policy(RestartPolicy):
+    """A policy that keeps what it was asked."""
+
+    def decide(self, end: AttemptEnd) -> float | GiveUp:
+        self.ends = [*getattr(self, "ends", []), end]
+        return super().decide(end)
+
+
 class Kept:
     """A keeper with a clock of its own."""
 
@@ -43,8 +51,8 @@ class Kept:
         self.announced: list[Event] = []
         self.agents: list[Agent] = []
         self.obstacle: OSError | None = None
-        rule = RestartPolicy(**{"max_restarts": 100, **policy}, clock=lambda: self.now)
-        self.keeper = AgentKeeper(1, self.paths, rule, self._start, self.announced.append, lambda: self.now)
+        self.policy = Policy(**{"max_restarts": 100, **policy}, clock=lambda: self.now)
+        self.keeper = AgentKeeper(1, self.paths, self.policy, self._start, self.announced.append, lambda: self.now)
 
     def _start(self, attempt: int, reason: str) -> Child:
         if self.obstacle is not None:
@@ -146,6 +154,67 @@ def test_agent_that_cannot_be_started(tmp_path: Path) -> None:
     kept.now += 1.0
     kept.keeper.poll()
     assert [attempt for attempt, _ in kept.started] == [0, 2]
+
+
+def test_failed_start_is_no_death_of_the_agent_before(tmp_path: Path) -> None:
+    """Its event has neither pid nor status of the agent before, and it is no part of a crash loop."""
+    kept = Kept(tmp_path)
+    kept.obstacle = OSError(11, "Resource temporarily unavailable")
+    kept.end(AGENT_CRASHED_CODE)
+    for _ in range(10):
+        kept.keeper.poll()
+        kept.now += 10.0
+    first, *failed = kept.announced
+    assert isinstance(first, AgentEnded)
+    assert (first.agent_pid, first.code) == (Agent.pid, AGENT_CRASHED_CODE)
+    assert len(failed) > 3
+    for ended in failed:
+        assert isinstance(ended, AgentEnded)
+        facts = (ended.agent_pid, ended.code, ended.signal, ended.cause, ended.restarts)
+        assert facts == (None, None, None, "agent: not started", True)
+
+
+def test_spare_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    """The error must not end the launcher, nor the exit status of the agent before end the run."""
+    kept = Kept(tmp_path)
+    kept.end(1)
+    kept.keeper.report_end()
+    kept.obstacle = OSError(11, "Resource temporarily unavailable")
+    assert kept.keeper.take_over("a spare") == 1
+    assert kept.keeper.code is None
+    kept.keeper.poll()
+    assert kept.keeper.code is None
+    assert kept.events() == [("agent_ended", 0, False), ("agent_ended", 1, True)]
+    kept.obstacle = None
+    kept.keeper.poll()
+    reason = "its agent cannot be started (Resource temporarily unavailable)"
+    assert kept.started[1:] == [(2, reason)]
+
+
+def test_report_of_the_end_cancels_the_restart(tmp_path: Path) -> None:
+    """An agent that is started after the end was reported would run on in a run that is being stopped."""
+    kept = Kept(tmp_path)
+    kept.end(-signal.SIGKILL)
+    kept.end(-signal.SIGKILL)
+    assert kept.keeper.code is None, "the pause before the third agent"
+    kept.keeper.report_end()
+    kept.now += 100.0
+    kept.keeper.poll()
+    assert len(kept.started) == 2
+    assert kept.keeper.code == -signal.SIGKILL
+    assert kept.events() == [("agent_ended", 0, True), ("agent_ended", 1, True)], "one event for each death"
+
+
+def test_agent_that_takes_over_has_a_life_of_its_own(tmp_path: Path) -> None:
+    """The death of the agent before, which was reported before it was judged, is not the next one's."""
+    kept = Kept(tmp_path)
+    kept.agents[-1].code = -signal.SIGKILL
+    kept.keeper.poll()
+    kept.keeper.report_end()
+    kept.now += 50.0
+    kept.keeper.take_over("a spare")
+    kept.end(-signal.SIGKILL, after=7.0)
+    assert [end.alive_seconds for end in kept.policy.ends] == [7.0]
 
 
 def test_agent_that_is_stopped_while_its_workers_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

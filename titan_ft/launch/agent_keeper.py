@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep the agent of one group running, as the agent keeps the group's workers.
 
-An agent that gives its group up says so in an event and ends with a status of its own. Any other end (SIGKILL, the
-kernel's OOM killer, an exception) is a death that nobody has announced. The launcher then waits until the workers of
-the dead agent are gone as well, and starts another agent under the same `RestartPolicy`. An agent that is stopped
-(SIGSTOP) while its workers end does not restart them: it is killed, so that the next agent does.
+An agent that gives its group up writes an event and ends with an exit status for it. Any other end is
+an unexpected death: SIGKILL, the kernel's OOM killer, an exception of the agent itself. After such a
+death the keeper waits until the workers of the agent have ended as well. Then it starts another agent,
+under the same `RestartPolicy` as the workers. An agent that is stopped (SIGSTOP) cannot restart
+workers that end meanwhile, so the keeper kills the agent and starts another one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titan_ft.launch.children import Child
 from titan_ft.launch.restart_policy import (
@@ -24,6 +25,7 @@ from titan_ft.launch.restart_policy import (
     GiveUp,
     RestartPolicy,
 )
+from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import (
     AgentEnded,
     Event,
@@ -37,236 +39,328 @@ from titan_ft.run.paths import RunPaths
 from titan_ft.run.process import is_running_worker, read_status
 from titan_ft.run.tail import last_exception
 
-CLEAR_SECONDS = 10.0
-"""A worker in uninterruptible sleep (a hung driver) cannot be killed: do not wait longer for its end."""
+MAX_WAIT_FOR_WORKERS_SECONDS = 10.0
+"""After the death of an agent, the next agent starts at the latest after this time.
+
+A worker in uninterruptible sleep, as in a hung driver, does not end even by SIGKILL.
+"""
 FROZEN_SECONDS = 10.0
-"""An agent notices the end of its workers within moments. One that was stopped for so long after it may stay so."""
+"""An agent that is still stopped this long after the end of its workers is killed.
+
+An agent that runs notices the end of its workers within moments.
+"""
 LOST = "lost"
-"""`ReplicaGaveUp.cause` of a group that is killed because it is silent, and nobody waits for it any more."""
+"""`ReplicaGaveUp.cause` of a lost group that is killed because all other groups have ended."""
 
 
 @dataclass(frozen=True)
 class _Worker:
     pid: int
-    mono: float
-    """Seconds of the host's monotonic clock at which it ran: its pid may be another's by now."""
+    started: float
+    """Monotonic seconds at which the worker wrote its first event.
+
+    A younger process with this pid is another process and must not be killed.
+    """
 
     @property
     def is_alive(self) -> bool:
-        return is_running_worker(self.pid, since=self.mono)
+        return is_running_worker(self.pid, since=self.started)
 
     def kill(self) -> None:
-        """Kill it with the processes that it has started: it leads a process group."""
+        """Kill the worker and the processes that the worker started: the worker leads a process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
+@dataclass
+class _Agent:
+    """One agent, and what is known of its group since the agent started."""
+
+    child: Child
+    started: float
+    """Start of the agent, by the keeper's clock."""
+    log_offset: int
+    """Size of the agents' common log at the start: exceptions before it are of earlier agents."""
+    workers: dict[tuple[int, int], _Worker] = field(default_factory=dict)
+    """The workers of the latest attempt, by attempt and rank."""
+    committed_step: int | None = None
+    """The last update to which the group contributed; None without any."""
+    has_fault: bool = False
+    """Whether chaos injected a fault into the group."""
+    found_dead: float | None = None
+    """When the keeper found the agent dead, by the keeper's clock."""
+    found_frozen: float | None = None
+    """When the keeper found the agent stopped while all its workers had ended; None if it is not."""
+    kill_reason: str = ""
+    """Why the keeper killed the agent; empty if it did not."""
+
+    def living_workers(self) -> list[_Worker]:
+        return [worker for worker in self.workers.values() if worker.is_alive]
+
+    def describe_end(self, code: int) -> str:
+        """Return in words how the agent ended."""
+        if self.kill_reason:
+            return self.kill_reason
+        if code < 0:
+            return f"its agent was killed by {signal.Signals(-code).name}"
+        reason = f"its agent ended with exit status {code}"
+        error = last_exception(self.child.log, self.log_offset)
+        return f"{reason}: {error}" if error else reason
+
+
 class AgentKeeper:
-    """The agent of one group, and after its death the next one.
+    """Starts the agent of one group, and another agent after each unexpected death.
 
     Args:
         paths: of the run.
-        policy: decides about the deaths of agents, as an agent's own one does about those of workers.
-        start: starts an agent: the number of its first attempt, and why that is a restart; empty for the first start.
+        policy: decides whether and when another agent is started.
+        start: starts an agent. Gets the number of the agent's first attempt, and the reason for a
+            restart, which is empty at the first start. Raises OSError if no process can be started.
         announce: writes an event.
-        clock: returns seconds that only go forward.
+        clock: returns monotonic seconds.
 
-    Attributes:
-        child: the latest agent.
+    Raises:
+        OSError: the first agent cannot be started.
     """
 
     def __init__(
         self,
-        replica: int,
+        slot: int,
         paths: RunPaths,
         policy: RestartPolicy,
         start: Callable[[int, str], Child],
         announce: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.replica = replica
-        self.child: Child
-        self._paths, self._policy, self._start_agent = paths, policy, start
-        self._announce, self._clock = announce, clock
-        self._attempt = paths.next_attempt(replica)
-        """The latest attempt that is known of."""
-        self._workers: dict[tuple[int, int], _Worker] = {}
-        """By attempt and rank."""
-        self._died: float | None = None
-        """When the agent was found dead, while its workers are waited for."""
-        self._due: float | None = None
-        """When the next agent is to be started, during a pause before it."""
-        self._reason = ""
-        """Why the next agent is started."""
-        self._gave_up = False
-        self._frozen: float | None = None
-        """Since when the agent is stopped although its workers have ended."""
-        self._committed = self._disturbed = False
-        """Whether the agent's group contributed to a step, and whether a fault was injected into it."""
-        self._step: int | None = None
-        """The last such step."""
-        self._start(self._attempt, "")
+        self.slot = slot
+        self._paths = paths
+        self._policy = policy
+        self._start_agent = start
+        self._announce = announce
+        self._clock = clock
+        self._latest_attempt = paths.next_attempt(slot)
+        """The latest attempt that has a number, also if its agent could not be started."""
+        self._restart_time: float | None = None
+        """When to start the next agent, by the keeper's clock; None outside the pause before it."""
+        self._restart_reason = ""
+        self._start_error = ""
+        """Why the last start failed; empty once the policy has decided what follows."""
+        self._is_over = False
+        """Whether no agent follows, except by `take_over`."""
+        self._agent = self._start(self._latest_attempt, "")
+
+    @property
+    def child(self) -> Child:
+        """The process of the latest agent."""
+        return self._agent.child
 
     @property
     def code(self) -> int | None:
-        """Exit status of the agent; None while it runs, and while another one is to follow it."""
-        code = self.child.code
-        if code is not None and is_death(code) and not self._gave_up:
+        """Exit status of the latest agent; None while the agent runs, or if another one follows."""
+        code = self._agent.child.code
+        if self._is_over:
+            return code
+        # The exit status is that of the agent before the pause, or before the failed start.
+        if self._restart_time is not None or self._start_error:
+            return None
+        if code is not None and is_death(code):
             return None
         return code
 
     def observe(self, event: Event) -> None:
-        """Take in an event of this group."""
-        if event.replica != self.replica:
+        """Note an event; events of other groups are ignored."""
+        if event.replica != self.slot:
             return
+        agent = self._agent
         match event:
             case WorkerStarted():
-                self._attempt = max(self._attempt, event.attempt)
-                self._workers = {key: worker for key, worker in self._workers.items() if key[0] >= event.attempt}
-                self._workers[event.attempt, event.rank] = _Worker(event.pid, event.mono)
+                self._latest_attempt = max(self._latest_attempt, event.attempt)
+                for key in list(agent.workers):
+                    attempt, _ = key
+                    if attempt < event.attempt:
+                        del agent.workers[key]
+                agent.workers[event.attempt, event.rank] = _Worker(event.pid, event.mono)
             case ReplicaRestarted():
-                self._attempt = max(self._attempt, event.attempt)
+                self._latest_attempt = max(self._latest_attempt, event.attempt)
             case StepCommitted() if event.own_tokens > 0:
-                self._committed, self._step = True, event.step
+                agent.committed_step = event.step
             case FaultInjected():
-                self._disturbed = True
+                agent.has_fault = True
 
     def take_over(self, reason: str) -> int:
-        """Start an agent in the place of one that gave its group up; returns the number of its first attempt."""
-        attempt = self._next_attempt
-        self._start(attempt, reason)
-        return attempt
+        """Start an agent for a group that was given up; return the number of its first attempt.
+
+        If no process can be started, `poll` tries again under the policy.
+        """
+        self._is_over = False
+        self._try_start(reason)
+        return self._latest_attempt
 
     def poll(self) -> None:
-        """Notice a death, wait for the workers' end, start the next agent; call it every few moments."""
-        if self._due is not None:
-            if self._clock() >= self._due:
-                self._start_again()
+        """Notice a death, wait for the end of the workers, start the next agent; call it often."""
+        if self._is_over:
             return
-        code = self.child.code
-        if code is None:
-            self._kill_frozen()
-        if code is None or not is_death(code) or self._gave_up:
-            return
-        if self._died is None:
-            self._died = self._clock()
-            return  # the last events of its workers are read first
-        living = [worker for worker in self._workers.values() if worker.is_alive]
-        for worker in living:  # a worker that hangs does not notice that its agent is gone, and keeps its GPU
-            worker.kill()
-        if not living or self._clock() - self._died >= CLEAR_SECONDS:
-            self._decide(code, self._died - self._started)
-            self._died = None
+        if self._start_error:
+            self._decide_after_failed_start()
+        elif self._restart_time is None:
+            self._poll_agent()
+        elif self._clock() >= self._restart_time:
+            self._try_start(self._restart_reason)
 
     def give_up_lost(self, reason: str) -> None:
         """Kill the agent and its workers, and announce that the group is not started again."""
-        self._gave_up = True
+        self._is_over = True
         self.child.process.kill()
-        for worker in self._workers.values():
-            if worker.is_alive:
-                worker.kill()
-        log = str(self.child.log)
-        self._announce(
-            ReplicaGaveUp(replica=self.replica, attempt=self._attempt, cause=LOST, reason=reason, log=log, error="")
-        )
+        for worker in self._agent.living_workers():
+            worker.kill()
+        self._announce_give_up(LOST, reason, error="")
 
     def report_death(self) -> None:
-        """Announce the death of an agent that nobody starts again, because the run is being stopped."""
+        """Announce the death of an agent that nobody restarts, because the run is being stopped."""
         code = self.child.code
         if code is not None and is_death(code):
             self.report_end()
 
     def report_end(self) -> None:
-        """Announce, once, that the agent ended with a failure that no event explains."""
+        """Announce, once, an end that no event explains; no agent follows."""
         code = self.child.code
-        if code is None or self._gave_up:
+        if code is None or self._is_over:
             return
-        self._gave_up = True
-        self._announce(self._describe_end(code, restarts=False))
+        self._is_over = True
+        if self._restart_time is not None:
+            return  # this end was announced before the pause began
+        if self._start_error:
+            self._announce(self._describe_failed_start(restarts=False))
+        else:
+            self._announce(self._describe_end(code, restarts=False))
 
-    def _kill_frozen(self) -> None:
-        """Kill an agent that is stopped, and so does not notice the end of its workers: nobody else restarts them."""
-        pid = self.child.process.pid
-        if not self._workers or not _is_stopped(pid) or any(worker.is_alive for worker in self._workers.values()):
-            self._frozen = None
+    def _poll_agent(self) -> None:
+        agent = self._agent
+        code = agent.child.code
+        if code is None:
+            self._kill_if_frozen()
             return
-        if self._frozen is None:
-            self._frozen = self._clock()
-        elif self._clock() - self._frozen >= FROZEN_SECONDS:
-            for worker in self._workers.values():  # zombies until their agent ends: what they started may live on
-                worker.kill()
-            self._known_reason = "its workers ended while its agent was stopped (SIGSTOP)"
-            self.child.process.kill()
-
-    def _decide(self, code: int, alive_seconds: float) -> None:
-        """Let the policy say whether another agent follows, and announce it."""
-        end = AttemptEnd(code, alive_seconds, self._committed, None, self._disturbed, self._step)
+        if not is_death(code):
+            return
+        if agent.found_dead is None:
+            agent.found_dead = self._clock()
+            # The launcher reads the last events of the workers before the next poll.
+            return
+        living = agent.living_workers()
+        for worker in living:
+            # A worker that hangs does not notice the death of its agent and would keep its GPU.
+            worker.kill()
+        waited = self._clock() - agent.found_dead
+        if living and waited < MAX_WAIT_FOR_WORKERS_SECONDS:
+            return
+        end = AttemptEnd(
+            code,
+            alive_seconds=agent.found_dead - agent.started,
+            committed=agent.committed_step is not None,
+            disturbed=agent.has_fault,
+            step=agent.committed_step,
+        )
         decision = self._policy.decide(end)
         ended = self._describe_end(code, restarts=not isinstance(decision, GiveUp))
-        self._announce(ended)
-        if not isinstance(decision, GiveUp):
-            self._reason, self._due = ended.reason, self._clock() + decision
+        self._follow(decision, ended)
+
+    def _kill_if_frozen(self) -> None:
+        """Kill an agent that is stopped (SIGSTOP) and does not restart the workers that have ended."""
+        agent = self._agent
+        if not agent.workers or not _is_stopped(agent.child.process.pid) or agent.living_workers():
+            agent.found_frozen = None
             return
-        self._gave_up = True
-        self._announce(
-            ReplicaGaveUp(
-                replica=self.replica,
-                attempt=self._attempt,
-                cause=decision.cause,
-                reason=f"{ended.reason}; {decision.reason}",
-                log=str(self.child.log),
-                error=ended.reason,
-            )
-        )
+        if agent.found_frozen is None:
+            agent.found_frozen = self._clock()
+        elif self._clock() - agent.found_frozen >= FROZEN_SECONDS:
+            # The workers are zombies until their agent ends; processes that they started may live on.
+            for worker in agent.workers.values():
+                worker.kill()
+            agent.kill_reason = "its workers ended while its agent was stopped (SIGSTOP)"
+            agent.child.process.kill()
+
+    def _decide_after_failed_start(self) -> None:
+        """Let the policy decide after a start that failed: it is no crash of an agent, so it is transient."""
+        error = WorkerError(self._start_error, transient=True, time=time.time())
+        decision = self._policy.decide(AttemptEnd(code=1, alive_seconds=0.0, error=error))
+        ended = self._describe_failed_start(restarts=not isinstance(decision, GiveUp))
+        self._start_error = ""
+        self._follow(decision, ended)
+
+    def _follow(self, decision: float | GiveUp, ended: AgentEnded) -> None:
+        """Announce an end, and plan the restart or announce that the group is given up.
+
+        Args:
+            decision: seconds until the restart, or why there is none.
+        """
+        self._announce(ended)
+        if isinstance(decision, GiveUp):
+            self._is_over = True
+            self._announce_give_up(decision.cause, f"{ended.reason}; {decision.reason}", error=ended.reason)
+        else:
+            self._restart_reason = ended.reason
+            self._restart_time = self._clock() + decision
 
     def _describe_end(self, code: int, *, restarts: bool) -> AgentEnded:
         return AgentEnded(
-            replica=self.replica,
-            attempt=self._attempt,
+            replica=self.slot,
+            attempt=self._latest_attempt,
             agent_pid=self.child.process.pid,
-            reason=self._known_reason or self._describe(code),
+            reason=self._agent.describe_end(code),
             restarts=restarts,
             code=code if code >= 0 else None,
             signal=signal.Signals(-code).name if code < 0 else None,
             log=str(self.child.log),
         )
 
-    def _describe(self, code: int) -> str:
-        """Return in words how the agent ended; on a full disk its log does not hold its exception."""
-        if code < 0:
-            return f"its agent was killed by {signal.Signals(-code).name}"
-        error = last_exception(self.child.log, self._log_size)
-        return f"its agent ended with exit status {code}" + (f": {error}" if error else "")
+    def _describe_failed_start(self, *, restarts: bool) -> AgentEnded:
+        """Return the event of an agent without a process; pid and status of the agent before stay out."""
+        return AgentEnded(
+            replica=self.slot,
+            attempt=self._latest_attempt,
+            agent_pid=None,
+            reason=self._start_error,
+            restarts=restarts,
+            log=str(self.child.log),
+        )
 
-    def _start_again(self) -> None:
+    def _announce_give_up(self, cause: str, reason: str, *, error: str) -> None:
+        self._announce(
+            ReplicaGaveUp(
+                replica=self.slot,
+                attempt=self._latest_attempt,
+                cause=cause,
+                reason=reason,
+                log=str(self.child.log),
+                error=error,
+            )
+        )
+
+    def _try_start(self, reason: str) -> None:
+        """Start the next agent; `poll` handles a failure, as on a host without room for a process."""
+        # Never a number that was used before, also if that attempt did not get to start its workers:
+        # the events of two attempts would be taken for one.
+        self._latest_attempt = max(self._latest_attempt + 1, self._paths.next_attempt(self.slot))
+        self._restart_time = None
         try:
-            self._start(self._next_attempt, self._reason)
-        except OSError as error:  # too many processes: the policy counts it as another death
-            self._known_reason = f"its agent cannot be started ({error.strerror})"
+            self._agent = self._start(self._latest_attempt, reason)
+        except OSError as error:
+            self._start_error = f"its agent cannot be started ({error.strerror})"
 
-    @property
-    def _next_attempt(self) -> int:
-        """Return the number of the next attempt: never that of one that ended, also if it had not begun."""
-        return max(self._attempt + 1, self._paths.next_attempt(self.replica))
-
-    def _start(self, attempt: int, reason: str) -> None:
-        log = self._paths.supervisor_log(self.replica)
-        self._log_size = log.stat().st_size if log.exists() else 0
-        """Bytes in the log of earlier agents, whose exceptions are not this one's."""
-        self._attempt, self._workers = attempt, {}
-        self._committed = self._disturbed = False
-        self._step = None
-        self._started, self._due, self._gave_up, self._known_reason = self._clock(), None, False, ""
-        self._frozen = None
-        self.child = self._start_agent(attempt, reason)
+    def _start(self, attempt: int, reason: str) -> _Agent:
+        log = self._paths.supervisor_log(self.slot)
+        log_offset = log.stat().st_size if log.exists() else 0
+        started = self._clock()
+        child = self._start_agent(attempt, reason)
+        return _Agent(child, started, log_offset)
 
 
 def is_death(code: int) -> bool:
-    """Tell whether an agent ended that did not mean to: its group has neither finished nor been given up."""
+    """Return whether an agent died unexpectedly: its group neither finished nor was given up."""
     return code < 0 or code == AGENT_CRASHED_CODE
 
 
 def _is_stopped(pid: int) -> bool:
-    """Tell whether a process is stopped by a signal; False where there is no /proc."""
+    """Return whether a process is stopped by a signal; False on a host without /proc."""
     status = read_status(pid)
     return status is not None and status.state == "T"

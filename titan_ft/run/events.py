@@ -664,13 +664,13 @@ class HostLeft(GroupEvent, kw_only=True):
 
 
 class AgentEnded(GroupEvent, kw_only=True):
-    """The agent that keeps a group's workers ended without a reason of its own: it was killed, or it crashed.
+    """The agent of a group died unexpectedly, or could not be started.
 
-    Announced by the launcher once the group's workers are gone as well. `attempt` is the one that ended with the agent.
-    The group's next agent announces `replica_restarted`; without a next one, `replica_gave_up` follows.
+    The launcher writes this event once the agent's workers have ended as well. `attempt` is the attempt that ended with
+    the agent. If the group is started again, the next agent writes `replica_restarted`, else `replica_gave_up` follows.
     """
 
-    agent_pid: int  # its process
+    agent_pid: int | None  # its process; None if the agent could not be started
     reason: str  # in words, such as "its agent was killed by SIGKILL"
     restarts: bool  # whether the group is started again
     code: int | None = None  # exit status of the agent, if it ended by itself
@@ -679,7 +679,9 @@ class AgentEnded(GroupEvent, kw_only=True):
 
     @property
     def cause(self) -> str:
-        """What ended the agent: "agent: SIGKILL" or "agent: exit code 1"."""
+        """The cause in short: "agent: SIGKILL", "agent: exit code 1" or "agent: not started"."""
+        if self.agent_pid is None:
+            return "agent: not started"
         return f"agent: {self.signal or f'exit code {self.code}'}"
 
 

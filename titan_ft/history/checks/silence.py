@@ -136,7 +136,9 @@ def _check_exits(record: RunRecord, found: Judgement, jumped: bool) -> int:
     stopping = min((event.time for event in record.of(ev.LaunchStopping)), default=None)
     ends: list[ev.WorkerExited | ev.AgentEnded] = [*exits, *agents]
     for event in ends:
-        if not event.reason or (event.code is None and not event.signal):
+        was_started = isinstance(event, ev.WorkerExited) or event.agent_pid is not None
+        has_status = event.code is not None or bool(event.signal)
+        if not event.reason or (was_started and not has_status):
             found.object_to("a worker ended without a reason", event)
         if (isinstance(event, ev.WorkerExited) and event.stopped) or event.cause is None or jumped:
             continue
