@@ -680,9 +680,9 @@ class AgentEnded(GroupEvent, kw_only=True):
     @property
     def cause(self) -> str:
         """The cause in short: "agent: SIGKILL", "agent: exit code 1" or "agent: not started"."""
-        if self.agent_pid is None:
-            return "agent: not started"
-        return f"agent: {self.signal or f'exit code {self.code}'}"
+        if self.signal:
+            return f"agent: {self.signal}"
+        return "agent: not started" if self.code is None else f"agent: exit code {self.code}"
 
 
 class ReplicaRestarted(GroupEvent, kw_only=True):
