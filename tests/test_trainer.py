@@ -347,7 +347,9 @@ class Step:
             _heal=note("heal"),
             _apply=note("apply", 1.0),
             _checkpoint_host=SimpleNamespace(participants=None),
-            _links=SimpleNamespace(exchange=SimpleNamespace(take_wire_bytes=lambda: 7)),
+            _links=SimpleNamespace(
+                exchange=SimpleNamespace(take_wire_bytes=lambda: 7), note_commit=note("note commit")
+            ),
             _lr_factor=lambda update: 1.0,
             _step_log=SimpleNamespace(emit=note("emit"), log=note("log")),
             ntokens_seen=0,
@@ -366,14 +368,14 @@ class Step:
         ReplicaTrainer.train_step(self.this, iter(()))
 
 
-COMMITTED = SimpleNamespace(update=None, participants=[0, 1])
+COMMITTED = SimpleNamespace(update=SimpleNamespace(step=4), participants=[0, 1])
 
 
 def test_a_commit_is_applied_and_recorded() -> None:
     """In this order: what is recorded is in the state."""
     step = Step(COMMITTED)
     step.make()
-    assert step.done == ["apply", "emit", "log", "reserve", "offer", "go on"]
+    assert step.done == ["apply", "note commit", "emit", "log", "reserve", "offer", "go on"]
     assert step.this._checkpoint_host.participants == [0, 1]
     assert step.this._work.wire_bytes == 7
     assert step.dropped == [{0}]
@@ -384,7 +386,7 @@ def test_no_memory_is_reserved_where_it_may_be_too_much(settings: dict[str, int]
     """A host may have no room for a copy of each of its groups; and a group alone never serves one."""
     step = Step(COMMITTED, **settings)
     step.make()
-    assert step.done == ["apply", "emit", "log", "offer", "go on"]
+    assert step.done == ["apply", "note commit", "emit", "log", "offer", "go on"]
 
 
 def test_without_a_commit_nothing_is_applied() -> None:
@@ -399,7 +401,7 @@ def test_a_group_that_leaves_applies_its_last_step() -> None:
     step = Step(COMMITTED, leaving=True)
     with pytest.raises(Leaving):
         step.make()
-    assert step.done == ["apply", "emit", "log"]
+    assert step.done == ["apply", "note commit", "emit", "log"]
 
 
 class Leave:
@@ -571,6 +573,7 @@ def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(healed: i
         launch=SimpleNamespace(rank=1),  # rank 0 marks the end in the folder of the run
         job_config=SimpleNamespace(training=SimpleNamespace(steps=7)),
         _replica=SimpleNamespace(finish=digests.pop),
+        _links=SimpleNamespace(end_roll_call=lambda: finished.append("roll call ended")),
         _position=SimpleNamespace(step=7, lineage=0),
         _heal=heal,
         checkpointer=SimpleNamespace(
@@ -580,7 +583,7 @@ def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(healed: i
         _step_log=SimpleNamespace(flush=lambda: None),
     )
     assert this.should_continue_training() is goes_on
-    assert finished == ([] if goes_on else ["d1ge57", "raised"])
+    assert finished == ([] if goes_on else ["roll call ended", "d1ge57", "raised"])
 
 
 @pytest.mark.parametrize(
