@@ -155,7 +155,7 @@ def test_groups_without_a_launcher(synthetic_run: Any) -> None:
     """What became of groups that were started by hand follows from their own events."""
     run = started(synthetic_run, 7)
     without_launcher(run)
-    assert outcome(run).headline == "No word of its end, its groups are gone: last at step 7 of 40"
+    assert outcome(run).headline == "End unknown, the groups are gone: last at step 7 of 40"
     assert outcome(run).colour == "amber"
     assert outcome(run, goes_on=True).headline == "Running: at step 7 of 40"
     run.steps(30, [0])
@@ -289,6 +289,20 @@ def test_never_began(synthetic_run: Any) -> None:
     assert (outcome(run).kind, outcome(run).colour) == ("never began", "red")
 
 
+def test_failures_before_the_first_step_are_counted_by_group(synthetic_run: Any) -> None:
+    """The number beside the reason is of the group with that reason, and not of the group that failed most often."""
+    run = started(synthetic_run)
+    for _attempt in range(3):
+        run.exit(1, signal="SIGKILL", code=None, reason="rank 0 was killed by SIGKILL")
+        run.restart(1)
+    run.exit(0, **BOOM)
+    why = "RuntimeError: boom, rank 0 of group 0, mybug.py:15"
+    assert outcome(run, goes_on=True).headline == f"Running: no step yet: {why}"
+    run.restart(0)
+    run.exit(0, **BOOM)
+    assert outcome(run, goes_on=True).headline == f"Running: no step yet: {why}, 2 times"
+
+
 def test_stopped_before_the_first_step(synthetic_run: Any) -> None:
     """Whoever stops a run early has not seen it fail."""
     run = started(synthetic_run)
@@ -301,7 +315,7 @@ def test_the_launcher_is_gone(synthetic_run: Any) -> None:
     """A launcher that was killed leaves no word; while it holds the run's folder, the run goes on."""
     run = started(synthetic_run, 7)
     assert (outcome(run, goes_on=True).kind, outcome(run, goes_on=True).colour) == ("running", "green")
-    assert outcome(run).headline == "No word of its end, the launcher is gone: last at step 7 of 40"
+    assert outcome(run).headline == "End unknown, the launcher is gone: last at step 7 of 40"
     end_launch(run, 1, "the launcher failed")
     assert outcome(run, goes_on=True).kind == "failed"  # the lock on the folder lasts a moment longer
 

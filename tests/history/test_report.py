@@ -684,7 +684,7 @@ def test_history_that_lacks_something(what: str, tmp_path: Path) -> None:
         assert "tokens per second" not in page.text
         assert "✓ holds" not in page.text.partition("What was verified")[2].partition("Clocks")[0]
     if what == "the end":  # as of a run that goes on
-        assert "! No word of its end, the launcher is gone: last at step" in page.text
+        assert "! End unknown, the launcher is gone: last at step" in page.text
         assert "? promises Unknown: the history is cut: the launch did not end" in page.text
         assert "one trajectory" not in page.text.partition("date ")[0]
     if what == "one group without failures":

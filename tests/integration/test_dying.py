@@ -424,10 +424,10 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "the launcher is killed": (
         "launcher_killed",
         {
-            "top": r"No word of its end, the launcher is gone: last at step \d+",
-            "report": r"! No word of its end, the launcher is gone: last at step \d+",
-            "page": r"! No word of its end, the launcher is gone: last at step \d+",
-            "check": r"! No word of its end, the launcher is gone: last at step \d+.*\n +verdict: unknown",
+            "top": r"End unknown, the launcher is gone: last at step \d+",
+            "report": r"! End unknown, the launcher is gone: last at step \d+",
+            "page": r"! End unknown, the launcher is gone: last at step \d+",
+            "check": r"! End unknown, the launcher is gone: last at step \d+.*\n +verdict: unknown",
         },
     ),
     "the model raises an exception": (

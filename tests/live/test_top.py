@@ -525,7 +525,7 @@ def test_launcher_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     later = run.last + 120
     monkeypatch.setattr(time, "time", lambda: later)
     gone = FollowedRun(tmp_path).poll()
-    line = "No word of its end, the launcher is gone: last at step 1; no event for 2:00; 2 groups x 2 ranks"
+    line = "End unknown, the launcher is gone: last at step 1; no event for 2:00; 2 groups x 2 ranks"
     assert line in shown(gone, 120, now=later)
     with (tmp_path / "config.toml").open("a") as config:
         assert hold(config)

@@ -1,22 +1,25 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The one fold of a run's events: each event once, in order of time, and what is known of the run after it.
+"""The one fold of a run's events: `RunFold` takes each event once, in order of time, and keeps the state of the run.
 
-The views of a run ask it instead of inferring by themselves: its outcome (`titan_ft.history.outcome`), its failures
-(`titan_ft.history.incidents`), and the groups that are lost. The fold needs no end of the run, so a view of a run
-that goes on feeds it with each new event.
+All views of a run ask the fold: the outcome (`titan_ft.history.outcome`), the failures
+(`titan_ft.history.incidents`) and the lost groups. `top` feeds a fold with each new event; `check` and
+`report` feed it with the whole history.
 
-A *failure* is a group that dropped out of the job's exchanges without having been asked to leave, or an exchange that
-broke although no group dropped out:
+A *failure* is one of these:
 
-- a worker of the group, or its agent, ended by itself, and with it the group's attempt;
-- or the group lived and the others committed a step without it, in which it should have been: it was silent, out of
-  reach, or it fell behind and had to heal. A step that leaves the group's gradient out because it is not finite is no
-  such step;
-- or an exchange broke and was repeated with the same groups.
+- A worker of a group, or the group's agent, ends by itself. The attempt of the group ends with it.
+- A group lives, but the others commit an update without it: it was silent, cut off, or fell behind and
+  had to heal. An update that only leaves out the group's gradient, because the gradient is not finite,
+  is no failure.
+- An exchange breaks, and is repeated with the same groups.
 
-Each counts once, from the moment the group drops out until it contributes again. An injected fault that does none of
-this, such as one that slows a rank down, is a fault and no failure.
+The first two count once, from the moment at which the group drops out until it contributes again. A
+group that leaves because it was asked to has not failed. An injected fault without such an effect,
+such as a slow rank, is a fault and no failure.
+
+`step` here counts updates: a step, or a round of several. `Unit.step_after` converts it to torchtitan's
+step.
 """
 
 from __future__ import annotations
@@ -31,36 +34,37 @@ from titan_ft.run import events as ev
 
 GroupState = Literal["not started", "starting", "training", "died", "given up", "left", "finished"]
 ENDED: tuple[GroupState, ...] = ("left", "finished")
-"""A group in one of these states ended in order."""
-MAX_STATES_REMEMBERED = 4096
-START_SECONDS = 300.0
-"""A group that starts may be silent for so long: it imports, builds the model, waits for a file server."""
+"""States of a group that ended in order."""
+MAX_KNOWN_COMMITS = 4096
+"""Commits that are remembered: all groups announce a commit within seconds, and a run may last weeks."""
+MAX_START_SECONDS = 300.0
+"""A group that starts may be silent this long: it imports, builds the model, waits for a file server."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why the workers of a group, or a run, ended."""
+    """Why an attempt of a group failed, or why a run ended."""
 
     text: str
-    """ "RuntimeError: boom", "killed by SIGKILL", "exit status 7"."""
+    """Such as "RuntimeError: boom", "killed by SIGKILL" or "exit status 7"."""
     slot: int | None = None
     rank: int | None = None
     attempt: int | None = None
     step: int | None = None
-    """The group's last committed step before; None before its first."""
+    """The last update of the group before the failure; None if it made none."""
     where: str = ""
-    """File and line of the user's code that raised the exception, such as "mybug.py:15"; empty if unknown."""
+    """File and line of the user's code that raised the exception, as in "mybug.py:15"; empty if unknown."""
     log: str = ""
-    """Path of the rank's log, as the events name it; empty if they do not."""
+    """Path of the rank's log on the rank's host; empty if unknown."""
     time: float = 0.0
     """Unix seconds."""
     transient: bool = False
-    """Whether the same start may succeed later, or a fault was injected into the attempt."""
+    """Whether another attempt may succeed, or chaos injected a fault into this attempt."""
     exception: bool = False
-    """Whether it is an exception, and no signal or exit status."""
+    """True for an exception, False for a signal or an exit status."""
 
     def describe(self) -> str:
-        """Return it in one line: what, on which rank of which group, at which line."""
+        """Return one line: "RuntimeError: boom, rank 0 of group 1, mybug.py:15"."""
         place = "" if self.slot is None else f"group {self.slot}"
         if place and self.rank is not None:
             place = f"rank {self.rank} of {place}"
@@ -69,68 +73,79 @@ class Reason:
 
 @dataclass
 class Failure:
-    """A failure as the events show it; see this module."""
+    """A failure, as defined at the top of this module."""
 
     slot: int | None
-    """The group that dropped out; None where an exchange broke and all groups were in its repetition."""
+    """The group that dropped out; None for an exchange that broke and was repeated with the same groups."""
     attempt: int
     time: float
-    """Unix seconds of its first sign: an exit, a commit of the others without the group, a broken exchange."""
+    """Unix seconds of the first sign: the exit, the commit without the group, or the broken exchange."""
     since: float
-    """Unix seconds of the last commit to which the group contributed before; `time` where an exchange broke."""
+    """Unix seconds of the group's last contribution before; equal to `time` for a broken exchange."""
     died: bool = False
-    """Whether a worker of the group ended by itself."""
+    """Whether a worker or the agent of the group ended by itself."""
     away: bool = True
-    """Whether the group was missing from steps, or its workers ended."""
+    """Whether a group dropped out; False for a broken exchange."""
     back: float | None = None
-    """Unix seconds of the commit to which it contributed again; None if it has not yet."""
+    """Unix seconds of the commit to which the group contributed again; None if it has not yet."""
 
 
 @dataclass
 class GroupFold:
-    """What is known of one group."""
+    """The state of one group."""
 
     slot: int
     state: GroupState = "not started"
     attempt: int = 0
     step: int | None = None
-    """The last step, or round, that it committed, in whichever attempt."""
+    """The last update in the group's own events, of any attempt; None without any."""
     took_part: int | None = None
-    """The last step that a group committed with its gradients: of a group that dies, the own commit may be missing."""
-    last: float = 0.0
-    """Unix seconds of its last event, whoever wrote it."""
+    """The last update in the events of any group that names this group as a participant.
+
+    A group that dies may leave no event of its last update.
+    """
+    last_event: float = 0.0
+    """Unix seconds of the last event of the group's workers, its agent or the launcher about it."""
     reason: Reason | None = None
-    """Why its last attempt that failed did; None once the group contributes again."""
+    """Why the last attempt failed; None once the group has contributed again."""
     last_reason: Reason | None = None
-    """The same, and kept when the group contributes again."""
+    """Why the last failed attempt failed, also after the group has contributed again."""
     silence: Reason | None = None
-    """What another group said last of this one, where it was not heard of; None once it is heard of again."""
-    num_ends: int = 0
-    """Attempts that failed since it last contributed to a step."""
-    left_because: str = ""
-    """Who asked it to leave."""
-    contributed: float = 0.0
-    """Unix seconds of the last commit to which it contributed."""
+    """The report of another group that this group is lost; None once this group is heard again."""
+    num_failed_attempts: int = 0
+    """Failed attempts since the group last contributed to an update."""
+    leave_reason: str = ""
+    """Who asked the group to leave, such as "SIGTERM"; empty if nobody did."""
+    last_contribution: float = 0.0
+    """Unix seconds of the last commit to which the group contributed; 0 without any."""
     contributes: bool = False
-    """Whether it contributed to the last step that it committed, and neither ended nor dropped out since."""
+    """Whether the group contributed to its last update, and has neither ended nor dropped out since."""
     failure: Failure | None = None
-    """The failure that it has not come back from yet."""
+    """The failure from which the group has not come back yet."""
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the group has failed and not come back, or has left."""
+        return self.failure is not None or self.state in ("left", "died")
 
 
 class RunFold:
-    """What is known of a run; see this module. Another launch in the same folder begins it anew.
+    """The state of a run after the events so far. A new launch in the same folder starts from nothing.
 
     Attributes:
-        failures: of all launches, in the order in which they showed.
-        step: the last commit of the latest launch: a step, or a round; None before the first.
-        target: torchtitan's step that is to be the last one; None if unknown.
+        failures: of all launches, in the order in which they were noticed.
+        step: the last update of the latest launch; None before the first.
+        target: torchtitan's last step (`training.steps`); None if unknown.
+        unit: converts updates to torchtitan's steps.
+        last_event: Unix seconds of the last event.
+        launched: whether `titan-ft launch` started the groups; False if they were started one by one.
     """
 
     def __init__(self) -> None:
         self.failures: list[Failure] = []
-        self._begin(0)
+        self._reset(0)
 
-    def _begin(self, num_groups: int) -> None:
+    def _reset(self, num_groups: int) -> None:
         self.groups = {slot: GroupFold(slot) for slot in range(num_groups)}
         self.launched = False
         self.launch_end: ev.LaunchFinished | None = None
@@ -138,75 +153,95 @@ class RunFold:
         self.step: int | None = None
         self.target: int | None = None
         self.unit: Unit = STEP
-        self.last = 0.0
-        self._seen: dict[tuple[int, str], None] = {}
-        """Commits that are known, by step and lineage: each group announces its own."""
+        self.last_event = 0.0
+        self._known_commits: dict[tuple[int, str], None] = {}
+        """Step and lineage of each commit, oldest first: every group announces the same commit."""
         self._excluded: dict[int, set[int]] = defaultdict(set)
-        """Groups whose gradients are left out, by step."""
+        """By update, slots of the groups whose gradients are left out."""
         self._broken: dict[int, float] = {}
-        """Unix seconds of the first broken exchange of each step that is not committed yet."""
+        """By update that is not committed yet, Unix seconds of its first broken exchange."""
 
     def observe(self, event: ev.Event) -> None:
         """Take the next event."""
         match event:
             case ev.LaunchStarted():
-                self._begin(event.replicas)
+                self._reset(event.replicas)
                 self.launched = True
             case ev.LaunchStopping():
                 self.stopping = event
             case ev.LaunchFinished():
                 self.launch_end = event
-        self.last = max(self.last, event.time)
-        if isinstance(event, ev.GroupLost | ev.GroupBack | ev.EndedWithout):
-            self._take_silence(event)
+            case ev.GroupLost() | ev.GroupBack():
+                self._apply_silence(event, event.slot)
+            case ev.EndedWithout():
+                for slot in event.slots:
+                    self._apply_silence(event, slot)
+        self.last_event = max(self.last_event, event.time)
         if event.replica is None or isinstance(event, ev.FaultEvent):
             return
         self._add_groups(event.replica, event)
         group = self.groups[event.replica]
-        if (event.attempt or 0) < group.attempt:
+        is_of_earlier_attempt = (event.attempt or 0) < group.attempt
+        if is_of_earlier_attempt:
             return
-        group.last, group.silence = max(group.last, event.time), None
+        group.last_event = max(group.last_event, event.time)
+        group.silence = None
         if isinstance(event, ev.GroupEvent):
-            self._take_event_of_agent(group, event)
+            self._apply_agent_event(group, event)
         else:
-            self._take_event_of_worker(group, event)
+            self._apply_worker_event(group, event)
 
     def _add_groups(self, slot: int, event: ev.Event) -> None:
-        """Add groups that no launcher has announced."""
-        found = {slot}
+        """Add the groups of a run that no launcher announced."""
+        slots = {slot}
         if isinstance(event, ev.WorkerStarted) and event.config is not None:
-            found.update(range(event.config.group_size))
-            self.target, self.unit = event.config.steps or None, Unit.of(event.config)
-        for missing in sorted(found - self.groups.keys()):
+            slots.update(range(event.config.group_size))
+            self.target = event.config.steps or None
+            self.unit = Unit.of(event.config)
+        for missing in sorted(slots - self.groups.keys()):
             self.groups[missing] = GroupFold(missing)
 
-    def _take_silence(self, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout) -> None:
-        """Take what one group says of others that it does not hear of, or hears of again."""
-        for slot in event.slots if isinstance(event, ev.EndedWithout) else [event.slot]:
-            group = self.groups.get(slot)
-            if group is None:
-                continue
-            group.silence = None
-            ended, starts = group.state in (*ENDED, "given up"), group.state in ("not started", "starting", "died")
-            match event:
-                case ev.GroupBack():
-                    lost = False
-                case ev.GroupLost():
-                    lost = is_silent(event.time - group.last, event.seconds, ended=ended, starts=starts)
-                case ev.EndedWithout():
-                    lost = not ended  # whoever comes now comes too late, and says so itself
-            if lost:
-                text = f"not heard of for {event.seconds:.0f} s"
-                group.silence = Reason(text, slot, None, group.attempt, group.step, time=event.time)
+    def _apply_silence(self, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout, slot: int) -> None:
+        """Apply a report of another group about the silence of group `slot`."""
+        group = self.groups.get(slot)
+        if group is None:
+            return
+        group.silence = None
+        is_over = group.state in (*ENDED, "given up")
+        match event:
+            case ev.GroupBack():
+                return
+            case ev.GroupLost():
+                starts = group.state in ("not started", "starting", "died")
+                quiet = event.time - group.last_event
+                is_lost = is_silent(quiet, event.seconds, ended=is_over, starts=starts)
+            case ev.EndedWithout():
+                # Even a group that starts right now is too late to finish with the others.
+                is_lost = not is_over
+        if is_lost:
+            text = f"not heard of for {event.seconds:.0f} s"
+            group.silence = Reason(text, slot, attempt=group.attempt, step=group.step, time=event.time)
 
-    def _take_event_of_agent(self, group: GroupFold, event: ev.GroupEvent) -> None:
+    def _apply_agent_event(self, group: GroupFold, event: ev.GroupEvent) -> None:
         match event:
             case ev.WorkerExited():
-                self._take_exit(group, event)
+                self._apply_exit(group, event)
             case ev.AgentEnded():
-                self._take_end_of_agent(group, event)
+                # A worker that died before its agent is the reason. A group that is over does not fail.
+                if group.state in ("died", "given up", *ENDED):
+                    return
+                reason = Reason(
+                    event.reason,
+                    group.slot,
+                    attempt=event.attempt,
+                    step=group.step,
+                    log=event.log or "",
+                    time=event.time,
+                )
+                self._fail_attempt(group, event, reason)
             case ev.ReplicaRestarted() | ev.SpareTookOver():
-                group.state, group.attempt = "starting", event.attempt
+                group.state = "starting"
+                group.attempt = event.attempt
             case ev.ReplicaGaveUp():
                 group.state = "given up"
                 if group.reason is None:
@@ -220,116 +255,148 @@ class RunFold:
                         time=event.time,
                     )
 
-    def _take_exit(self, group: GroupFold, event: ev.WorkerExited) -> None:
-        if event.stopped or group.state in ("died", "given up"):
+    def _apply_exit(self, group: GroupFold, event: ev.WorkerExited) -> None:
+        if event.stopped:
             return
+        if group.state in ("died", "given up"):
+            return  # the first exit is the cause; the other workers follow
         if group.state == "left" and event.cause in (None, "SIGTERM"):
             return
-        if event.cause is None:
-            if event.rank == 0:  # its own last event may be missing, as on a full disk
-                group.state = "finished"
-            return
-        self._die(group, event, reason_of(event, group.step))
+        if event.cause is not None:
+            self._fail_attempt(group, event, reason_of(event, group.step))
+        elif event.rank == 0:
+            # On a full disk, `TrainingFinished` may be missing.
+            group.state = "finished"
 
-    def _take_end_of_agent(self, group: GroupFold, event: ev.AgentEnded) -> None:
-        """Take the death of the agent, which takes the workers along. Where they died before it, that is the reason."""
-        if group.state not in ("died", "given up", *ENDED):
-            log = event.log or ""
-            where = (group.slot, None, event.attempt, group.step)
-            self._die(group, event, Reason(event.reason, *where, log=log, time=event.time))
-
-    def _die(self, group: GroupFold, event: ev.GroupEvent, reason: Reason) -> None:
-        group.state, group.attempt = "died", event.attempt
-        group.reason = group.last_reason = reason
-        group.num_ends += 1
+    def _fail_attempt(self, group: GroupFold, event: ev.GroupEvent, reason: Reason) -> None:
+        group.state = "died"
+        group.attempt = event.attempt
+        group.reason = reason
+        group.last_reason = reason
+        group.num_failed_attempts += 1
         self._drop_out(group, event.time, died=True)
 
-    def _take_event_of_worker(self, group: GroupFold, event: ev.Event) -> None:
-        if isinstance(event, ev.Drained):  # whichever rank is first: the others go on without the group
-            group.state, group.left_because = "left", event.reason
-            group.contributes = False
-        elif isinstance(event, ev.GradientExcluded):
-            self._excluded[event.step].update(event.slots)
-        elif isinstance(event, ev.ExchangeFailed):
-            self._broken.setdefault(event.step + 1, event.time)
+    def _apply_worker_event(self, group: GroupFold, event: ev.Event) -> None:
+        # These events count from any rank.
+        match event:
+            case ev.Drained():
+                # The others go on without the group as soon as one of its ranks has left.
+                group.state = "left"
+                group.leave_reason = event.reason
+                group.contributes = False
+            case ev.GradientExcluded():
+                self._excluded[event.step].update(event.slots)
+            case ev.ExchangeFailed():
+                self._broken.setdefault(event.step + 1, event.time)
         if event.rank != 0:
             return
         match event:
             case ev.WorkerStarted():
-                group.state, group.attempt = "starting", event.attempt
+                group.state = "starting"
+                group.attempt = event.attempt
             case ev.StepCommitted():
                 group.step = event.step
                 if group.state in ("not started", "starting", "training"):
                     group.state = "training"
-                self._take_step(event)
+                self._apply_commit(group, event)
             case ev.TrainingFinished() | ev.CameTooLate():
-                group.state, group.step = "finished", event.step
+                group.state = "finished"
+                group.step = event.step
 
-    def _take_step(self, event: ev.StepCommitted) -> None:
-        """Take a commit. The first one of a state says which groups took part, a group's own that it is back."""
-        own = self.groups[event.replica]
-        if event.contributed and event.step >= (self.step or 0) and own.state == "training":
-            self._come_back(own, event)
-        key = (event.step, event.lineage)
-        if key in self._seen:
+    def _apply_commit(self, group: GroupFold, event: ev.StepCommitted) -> None:
+        """Apply a commit that `group` announces."""
+        is_current = event.step >= (self.step or 0)
+        if event.contributed and is_current and group.state == "training":
+            self._come_back(group, event)
+        if self._is_known(event):
             return
-        self._seen[key] = None
-        if len(self._seen) > MAX_STATES_REMEMBERED:
-            del self._seen[next(iter(self._seen))]
         self.step = event.step
-        excluded, broken = self._excluded.pop(event.step, set()), self._broken.pop(event.step, None)
+        excluded = self._excluded.pop(event.step, set())
+        broken = self._broken.pop(event.step, None)
         if self.stopping is not None:
-            return  # all groups leave now, one a step later than another
-        for group in self.groups.values():
-            if group.slot in event.participants:
-                group.took_part = event.step
-        missing = [g for g in self.groups.values() if g.contributes and g.slot not in event.participants]
-        for group in missing:
-            if group.slot not in excluded:
-                self._drop_out(group, event.time)
-        # An exchange breaks as well where a group dies or leaves, or where one is still away.
-        explained = missing or any(group.failure or group.state in ("left", "died") for group in self.groups.values())
-        if broken is not None and not explained:
+            return  # the groups leave one after the other: none of them dropped out
+        missing = []
+        for other in self.groups.values():
+            if other.slot in event.participants:
+                other.took_part = event.step
+            elif other.contributes:
+                missing.append(other)
+        for other in missing:
+            if other.slot not in excluded:
+                self._drop_out(other, event.time)
+        # A group that fails or leaves breaks exchanges, and its failure is counted already.
+        is_explained = bool(missing) or any(other.is_away for other in self.groups.values())
+        if broken is not None and not is_explained:
             self.failures.append(Failure(None, event.attempt, broken, broken, away=False, back=event.time))
 
+    def _is_known(self, event: ev.StepCommitted) -> bool:
+        """Return whether another group announced this commit before; note it if not."""
+        key = (event.step, event.lineage)
+        if key in self._known_commits:
+            return True
+        self._known_commits[key] = None
+        if len(self._known_commits) > MAX_KNOWN_COMMITS:
+            oldest = next(iter(self._known_commits))
+            del self._known_commits[oldest]
+        return False
+
     def _drop_out(self, group: GroupFold, time: float, *, died: bool = False) -> None:
-        """Note a failure of a group; one that is away already, and dies only now, has failed once."""
+        """Note a failure of a group.
+
+        The death of a group that has dropped out alive is a part of that failure. Another death,
+        such as that of the next attempt, is another failure.
+        """
         group.contributes = False
-        before = group.failure
-        if before is not None and not (died and before.died):
-            before.died = before.died or died
+        earlier = group.failure
+        is_another_death = earlier is not None and died and earlier.died
+        if earlier is not None and not is_another_death:
+            earlier.died = earlier.died or died
             return
-        group.failure = Failure(group.slot, group.attempt, time, group.contributed or time, died=died)
+        since = group.last_contribution or time
+        group.failure = Failure(group.slot, group.attempt, time, since, died=died)
         self.failures.append(group.failure)
 
     def _come_back(self, group: GroupFold, event: ev.StepCommitted) -> None:
-        """Note that a group contributed to a step."""
-        group.contributes, group.contributed, group.reason, group.num_ends = True, event.time, None, 0
+        """Note that a group contributed to an update."""
+        group.contributes = True
+        group.last_contribution = event.time
+        group.reason = None
+        group.num_failed_attempts = 0
         if group.failure is not None:
-            group.failure.back, group.failure = event.time, None
+            group.failure.back = event.time
+            group.failure = None
 
     @property
     def ended(self) -> bool:
-        """Whether every group ended in order, is given up, or is lost to the others that did."""
-        over = {group.slot for group in self.groups.values() if group.state in (*ENDED, "given up")}
-        # Somebody must have seen the end: groups that only fell silent may train on.
-        return bool(over) and all(g.slot in over or g.silence is not None for g in self.groups.values())
+        """Whether the run is over: some groups ended or were given up, and all others are lost."""
+        is_any_over = False
+        for group in self.groups.values():
+            if group.state in (*ENDED, "given up"):
+                is_any_over = True
+            elif group.silence is None:
+                return False
+        # Groups that are all lost may still train: nobody has seen them end.
+        return is_any_over
 
 
 def is_silent(quiet_seconds: float, silent_seconds: float, *, ended: bool, starts: bool) -> bool:
-    """Tell whether a group is lost that another group has not heard of for `silent_seconds`.
+    """Return whether a group is lost that another group reports as silent.
 
-    The survivor knows neither of an agent that restarts the group nor of an end in order. The group's own events do.
+    The other group does not know whether an agent restarts the silent group, or whether it ended in
+    order. The silent group's own events say so.
 
     Args:
-        quiet_seconds: since the group's own last event.
-        ended: whether the group's own events say that it ended.
-        starts: whether it starts, or is to be started again.
+        quiet_seconds: seconds from the last event of the silent group to the report.
+        silent_seconds: seconds of silence by the report.
+        ended: whether the silent group ended, by its own events.
+        starts: whether the silent group starts, or is to be started again, by its own events.
     """
     if ended:
         return False
-    # A group that is cut off from the lighthouse writes events, and says itself what it does.
-    return quiet_seconds >= (START_SECONDS if starts else silent_seconds / 2)
+    if starts:
+        return quiet_seconds >= MAX_START_SECONDS
+    # A group that is cut off from the lighthouse, but still writes events, is not lost.
+    return quiet_seconds >= silent_seconds / 2
 
 
 def fold_events(events: Iterable[ev.Event]) -> RunFold:
@@ -341,12 +408,17 @@ def fold_events(events: Iterable[ev.Event]) -> RunFold:
 
 
 def reason_of(event: ev.WorkerExited, step: int | None) -> Reason:
-    """Return why a worker ended that ended by itself.
+    """Return why a worker ended that nobody stopped.
 
     Args:
-        step: the last one that its group had committed.
+        step: the last update of the worker's group.
     """
-    text = event.error or (f"killed by {event.signal}" if event.signal else f"exit status {event.code}")
+    if event.error:
+        text = event.error
+    elif event.signal:
+        text = f"killed by {event.signal}"
+    else:
+        text = f"exit status {event.code}"
     return Reason(
         text,
         event.replica,

@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The outcome of a run: whether it finished, why it failed, who stopped it, and which groups it lost; pure.
+"""The outcome of a run: whether it finished, why it failed, who stopped it, which groups it lost; pure.
 
-`check`, `report`, its page and `top` begin with it, so that all of them say the same.
+`check`, `report`, the report's page and `top` show this outcome first, so they cannot contradict each
+other.
 """
 
 from __future__ import annotations
@@ -15,244 +16,316 @@ from titan_ft.history.fold import ENDED, GroupFold, Reason, RunFold
 from titan_ft.history.notes import name_groups
 from titan_ft.history.record import RunRecord, view
 from titan_ft.run.error_file import kind_of
+from titan_ft.run.events import LaunchFinished
 
-Kind = Literal["running", "finished", "stopped", "failed", "never began", "no word"]
-"""Where the launcher is gone without a word, or the history ends without one, the kind is "no word"."""
+Kind = Literal["running", "finished", "stopped", "failed", "never began", "unknown"]
+"""How a run ended. "unknown" if the launcher or the groups are gone and no event says how they ended."""
 Colour = Literal["green", "amber", "red"]
 
-SAME_END_SECONDS = 60.0
-"""Groups that end within this time end of one cause: one raises an exception, the others miss it."""
-MISSED_SECONDS = 60.0
-"""A group without a launcher that the others have trained without for so long, and that has no event since, is lost."""
+SAME_CAUSE_SECONDS = 60.0
+"""Failures of several groups within this time have one cause: an exception of one of them, most often."""
+LOST_SECONDS = 60.0
+"""A group without a launcher is lost if it has no event for this long while the other groups train."""
 _SIGNALS = {"SIGINT": "Ctrl-C", "SIGHUP": "a closed terminal"}
-"""What people call the signals that stop a launch; others by their own names."""
+"""Signals that stop a launch, as people call them; other signals keep their names."""
 
 
 @dataclass(frozen=True)
 class LostGroup:
-    """A group that is gone for good: it neither finished nor left, and it is not started again."""
+    """A group that is gone for good: it neither finished nor left, and is not started again."""
 
     slot: int
     since_step: int | None
-    """torchtitan's step that it committed last; None if it made none."""
+    """torchtitan's step after the group's last update; None if the group made none."""
     reason: Reason | None
-    """None where no event says why."""
+    """None if no event says why."""
 
     def describe(self) -> str:
-        """Return it in one line, to stand after "without" or "lost"."""
-        since = "before its first step" if self.since_step is None else f"since step {self.since_step}"
-        why = "no event says why" if self.reason is None else _why_lost(self.reason)
+        """Return one line that can follow "without" or "lost"."""
+        since = "before its first step"
+        if self.since_step is not None:
+            since = f"since step {self.since_step}"
+        why = "no event says why"
+        if self.reason is not None:
+            why = _describe_without_group(self.reason)
         return f"group {self.slot}, lost {since}: {why}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run."""
+    """How a run ended, or how a running run is going."""
 
     kind: Kind
     headline: str
-    """In one line, such as "Failed at step 12 of 40: RuntimeError: boom, rank 0 of group 0, mybug.py:15"."""
+    """One line: "Failed at step 12 of 40: RuntimeError: boom, rank 0 of group 0, mybug.py:15"."""
     step: int
-    """torchtitan's step after the last commit; 0 before the first."""
+    """torchtitan's step after the last update; 0 before the first."""
     steps: int | None
     """`training.steps`; None if unknown."""
     lost: tuple[LostGroup, ...]
     reason: Reason | None
-    """Why it failed, or why it does not begin; None otherwise."""
+    """Why the run failed, or why it has made no update yet; None in all other cases."""
     reasons: tuple[Reason, ...]
-    """Why groups ended that have not contributed since, each reason once: the one that decided first."""
+    """Why groups failed that have not contributed since; the likeliest cause first, each cause once."""
     stopped_by: str
-    """Who stopped it: "Ctrl-C", "SIGTERM", "--minutes"; empty if nobody did, or nobody knows."""
+    """Who stopped the run: "Ctrl-C", "SIGTERM", "--minutes"; empty if nobody did or if unknown."""
     colour: Colour
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain dictionaries, lists and numbers, for JSON."""
+        """Return the outcome as dictionaries, lists and numbers for JSON."""
         return asdict(self) | {"lost": [asdict(group) for group in self.lost]}
 
 
 @view
 def find_outcome(record: RunRecord) -> Outcome:
-    """Return what became of a run."""
+    """Return the outcome of a recorded run."""
     return decide_outcome(record.fold, goes_on=record.goes_on)
 
 
 def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
-    """Return what became of a run, or what is known of it so far.
+    """Return the outcome of a run by its events so far.
 
     Args:
-        goes_on: whether its launcher lives, or, without a launcher, its groups do.
+        goes_on: whether the launcher lives; without a launcher, whether the groups live.
     """
     kind = _find_kind(fold, goes_on=goes_on)
     reasons = _find_reasons(fold)
-    has_reason = kind in ("failed", "never began") or (kind in ("running", "no word") and fold.step is None)
-    reason = next(iter(reasons), None) if has_reason else None
-    lost = tuple(_lost_groups(fold, kind))
-    by = _stopped_by(fold) if kind == "stopped" or fold.stopping is not None else ""
+    reason = None
+    if reasons and _needs_reason(fold, kind):
+        reason = reasons[0]
+    stopped_by = ""
+    if kind == "stopped" or fold.stopping is not None:
+        stopped_by = _find_stopped_by(fold)
+    lost = tuple(_find_lost_groups(fold, kind))
+    # The fold counts updates; people know torchtitan's steps.
     step = 0 if fold.step is None else fold.unit.step_after(fold.step)
     return Outcome(
         kind=kind,
-        headline=_headline(fold, kind, step, lost, reason, by),
+        headline=_headline(fold, kind, step, lost, reason, stopped_by),
         step=step,
         steps=fold.target,
         lost=lost,
         reason=reason,
         reasons=reasons,
-        stopped_by=by,
-        colour=_colour(fold, kind, step, lost),
+        stopped_by=stopped_by,
+        colour=_find_colour(fold, kind, step, lost),
     )
 
 
 def _find_kind(fold: RunFold, *, goes_on: bool) -> Kind:
-    end, states = fold.launch_end, [group.state for group in fold.groups.values()]
-    over = end is not None if fold.launched else fold.ended or not goes_on
-    if not over:
-        return "running" if goes_on else "no word"
+    if not _is_over(fold, goes_on=goes_on):
+        return "running" if goes_on else "unknown"
+    end = fold.launch_end
+    states = {group.state for group in fold.groups.values()}
     if "finished" in states:
         return "finished"
     if end is None:
-        return _kind_without_launcher(fold)
+        return _find_kind_without_launcher(fold)
+    has_trained = fold.step is not None
     if fold.stopping is not None:
-        # A run whose workers died again and again before the first step came to nothing, whoever ended it.
-        return "never began" if fold.step is None and _find_reasons(fold) else "stopped"
-    if end.code == 0:
-        return "finished" if not states or fold.step is not None else "no word"
-    return "failed" if fold.step is not None else "never began"
+        # A user who stops a launch that cannot begin wants to see why it cannot.
+        has_failed_to_begin = not has_trained and bool(_find_reasons(fold))
+        return "never began" if has_failed_to_begin else "stopped"
+    if end.code != 0:
+        return "failed" if has_trained else "never began"
+    # On a full disk the last events of the groups are missing, and the launcher's exit status counts.
+    return "finished" if has_trained or not states else "unknown"
 
 
-def _kind_without_launcher(fold: RunFold) -> Kind:
-    """Return what became of groups that were started one by one, of which none finished."""
-    states = {group.state for group in fold.groups.values()} - {"not started"}
+def _is_over(fold: RunFold, *, goes_on: bool) -> bool:
+    if fold.launched:
+        return fold.launch_end is not None
+    return fold.ended or not goes_on
+
+
+def _find_kind_without_launcher(fold: RunFold) -> Kind:
+    """Return the kind for groups that were started one by one and are over; none of them finished."""
+    states = {group.state for group in fold.groups.values()}
+    states.discard("not started")
     if "left" in states and states <= {"left", "given up", "died"}:
         return "stopped"
     if states == {"given up"}:
         return "failed" if fold.step is not None else "never began"
-    return "no word"
+    return "unknown"
+
+
+def _needs_reason(fold: RunFold, kind: Kind) -> bool:
+    """Return whether the headline names a reason: the run failed, or has made no update."""
+    if kind in ("failed", "never began"):
+        return True
+    return kind in ("running", "unknown") and fold.step is None
 
 
 def _find_reasons(fold: RunFold) -> tuple[Reason, ...]:
-    """Return why groups ended that have not contributed since; exceptions that differ in numbers only are one.
+    """Return why groups failed that have not contributed since; the likeliest cause comes first.
 
-    Of ends at about the same time as the last one, the exception that does not go by itself comes first:
-    the others follow from it. Where the launch itself failed, or nothing else is known, its own word comes first.
+    Exceptions that differ only in numbers are one cause.
     """
-    found = [group.reason for group in fold.groups.values() if group.reason is not None]
-    latest = max((reason.time for reason in found), default=0.0)
-    found.sort(key=lambda one: (one.time < latest - SAME_END_SECONDS, not one.exception, one.transient, one.time))
+    reasons = [group.reason for group in fold.groups.values() if group.reason is not None]
+    latest = max((reason.time for reason in reasons), default=0.0)
+    reasons.sort(key=lambda reason: _priority(reason, latest))
     end = fold.launch_end
-    if end is not None and end.code and fold.stopping is None and (end.own_failure or not found):
-        found.insert(0, Reason(end.reason, time=end.time))
+    if end is not None and end.code != 0 and fold.stopping is None:
+        # A failure of the launch itself, such as the end of the lighthouse, ended the run, and not what
+        # the groups died of before. In all other cases the launcher only repeats the groups' reasons.
+        launch_is_cause = end.own_failure or not reasons
+        if launch_is_cause:
+            reasons.insert(0, Reason(end.reason, time=end.time))
     distinct: dict[str, Reason] = {}
-    for reason in found:
+    for reason in reasons:
         distinct.setdefault(kind_of(reason.text), reason)
     return tuple(distinct.values())
 
 
-def _lost_groups(fold: RunFold, kind: Kind) -> list[LostGroup]:
-    return [
-        LostGroup(
-            group.slot,
-            _step_of(fold, group),
-            group.reason or group.silence,
-        )
-        for group in fold.groups.values()
-        if _is_lost(fold, group, kind)
-    ]
+def _priority(reason: Reason, latest: float) -> tuple[bool, bool, bool, float]:
+    """Return the sort key by which the likeliest cause of the last failures comes first.
+
+    Args:
+        latest: Unix seconds of the last failure.
+    """
+    is_old = reason.time < latest - SAME_CAUSE_SECONDS
+    # Other groups fail after an exception of one group, by a signal or by a transient exception, such
+    # as a lost connection. So a permanent exception is the likeliest cause, and a signal the least.
+    return is_old, not reason.exception, reason.transient, reason.time
 
 
-def _step_of(fold: RunFold, group: GroupFold) -> int | None:
-    """Return torchtitan's step that a group made last; None if it made none."""
-    made = [step for step in (group.step, group.took_part) if step is not None]
-    return fold.unit.step_after(max(made)) if made else None
+def _find_lost_groups(fold: RunFold, kind: Kind) -> list[LostGroup]:
+    lost = []
+    for group in fold.groups.values():
+        if _is_lost(fold, group, kind):
+            reason = group.reason or group.silence
+            lost.append(LostGroup(group.slot, _last_step(fold, group), reason))
+    return lost
+
+
+def _last_step(fold: RunFold, group: GroupFold) -> int | None:
+    """Return torchtitan's step after the last update of a group; None if the group made none."""
+    updates = [update for update in (group.step, group.took_part) if update is not None]
+    if not updates:
+        return None
+    return fold.unit.step_after(max(updates))
 
 
 def _is_lost(fold: RunFold, group: GroupFold, kind: Kind) -> bool:
-    """Tell whether a group is gone for good."""
+    """Return whether a group is gone for good."""
     if group.state in ENDED:
         return False
     if group.state == "given up" or group.silence is not None:
         return True
     end = fold.launch_end
     if kind == "finished":
-        # The launcher ends well only if all agents did: a group that was still coming back is not lost then.
+        # Exit status 0 means that every agent ended well: its group may have been on its way back.
         return end is None or end.code != 0
     if fold.launched or kind not in ("running", "stopped"):
         return False
-    return group.failure is not None and fold.last - group.last > MISSED_SECONDS
+    quiet_seconds = fold.last_event - group.last_event
+    return group.failure is not None and quiet_seconds > LOST_SECONDS
 
 
-def _stopped_by(fold: RunFold) -> str:
+def _find_stopped_by(fold: RunFold) -> str:
     end = fold.launch_end
     if end is not None:
-        return "--minutes" if end.signal is None else _SIGNALS.get(end.signal, end.signal)
-    if fold.stopping is not None:
+        if end.signal is None:
+            return "--minutes"
+        return _SIGNALS.get(end.signal, end.signal)
+    if fold.stopping is not None or not fold.groups:
         return ""
-    last = max(fold.groups.values(), key=lambda group: group.last, default=None)
-    return "" if last is None else last.left_because
+    last_group = max(fold.groups.values(), key=lambda group: group.last_event)
+    return last_group.leave_reason
 
 
-def _headline(fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup], reason: Reason | None, by: str) -> str:
-    of = f" of {fold.target}" if fold.target else ""
+def _headline(
+    fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup], reason: Reason | None, stopped_by: str
+) -> str:
     why = "" if reason is None else f": {reason.describe()}"
-    at = f"at step {step}{of}" if fold.step is not None else "before the first step"
     match kind:
-        case "finished":
-            text = f"Finished at step {step}{_also_left(fold)}"
-            if _misses_end(fold, step):
-                text = f"Finished; the events after step {step}{of} are missing"
-            if not lost and not _ended_well(fold):
-                text += f", but {_say_end(fold)}"
-        case "stopped":
-            text = f"Stopped{f' by {by}' if by else ''} {at}"
         case "failed":
-            return f"Failed at step {min(step + 1, fold.target or step + 1)}{of}{why}"
+            return f"Failed at {_name_step(fold, _failed_step(fold, step))}{why}"
         case "never began":
-            return f"Never began{why}" + (f"; stopped by {by}" if by else "")
+            stopped = f"; stopped by {stopped_by}" if stopped_by else ""
+            return f"Never began{why}{stopped}"
+        case "finished":
+            text = _describe_finish(fold, step, has_lost=bool(lost))
+        case "stopped":
+            by = f" by {stopped_by}" if stopped_by else ""
+            text = f"Stopped{by} {_describe_progress(fold, step)}"
         case "running":
-            text = f"Running: {at}" if fold.step is not None else f"Running: no step yet{_so_far(fold, reason)}"
-        case "no word":
-            who = "the launcher is gone" if fold.launched else "its groups are gone"
-            text = f"No word of its end, {who}: last {at}" if fold.step is not None else f"No step, and {who}{why}"
-    return text if not lost else f"{text} without {'; '.join(group.describe() for group in lost)}"
+            text = f"Running: {_describe_progress(fold, step)}"
+            if fold.step is None:
+                text = f"Running: no step yet{why}{_count_failures(fold, reason)}"
+        case "unknown":
+            gone = "the launcher is gone" if fold.launched else "the groups are gone"
+            text = f"End unknown, {gone}: last {_describe_progress(fold, step)}"
+            if fold.step is None:
+                text = f"No step, and {gone}{why}"
+    if lost:
+        text += " without " + "; ".join(group.describe() for group in lost)
+    return text
 
 
-def _so_far(fold: RunFold, reason: Reason | None) -> str:
-    """Say why a run that goes on has not begun to train; empty if nothing failed."""
-    if reason is None:
+def _name_step(fold: RunFold, step: int) -> str:
+    """Return "step 12 of 40", or "step 12" if the number of steps is unknown."""
+    return f"step {step} of {fold.target}" if fold.target else f"step {step}"
+
+
+def _describe_progress(fold: RunFold, step: int) -> str:
+    return "before the first step" if fold.step is None else f"at {_name_step(fold, step)}"
+
+
+def _failed_step(fold: RunFold, step: int) -> int:
+    """Return the step that the run could not make: the one after its last, if there is one."""
+    following = step + 1
+    return min(following, fold.target) if fold.target else following
+
+
+def _count_failures(fold: RunFold, reason: Reason | None) -> str:
+    """Return ", 3 times" if the group of a reason failed three times; empty for one failure."""
+    if reason is None or reason.slot is None:
         return ""
-    ends = max((group.num_ends for group in fold.groups.values()), default=0)  # none in a history without its begin
-    return f": {reason.describe()}" + (f", {ends} times" if ends > 1 else "")
+    # Only of that group: others may have failed more often, for other reasons.
+    num_failures = fold.groups[reason.slot].num_failed_attempts
+    return f", {num_failures} times" if num_failures > 1 else ""
 
 
-def _also_left(fold: RunFold) -> str:
-    """Name the groups that left a finished run before its end."""
-    left = [group for group in fold.groups.values() if group.state == "left"]
-    return f"; {name_groups([group.slot for group in left])} left before" if left else ""
+def _describe_finish(fold: RunFold, step: int, *, has_lost: bool) -> str:
+    if _misses_last_events(fold, step):
+        text = f"Finished; the events after {_name_step(fold, step)} are missing"
+    else:
+        text = f"Finished at step {step}"
+        left = [group.slot for group in fold.groups.values() if group.state == "left"]
+        if left:
+            text += f"; {name_groups(left)} left before"
+    end = fold.launch_end
+    if end is not None and _has_failed(end) and not has_lost:
+        text += f", but the launch ended with exit status {end.code}: {end.reason}"
+    return text
 
 
-def _why_lost(reason: Reason) -> str:
+def _describe_without_group(reason: Reason) -> str:
     rank = "" if reason.rank is None else f"rank {reason.rank}"
     return ", ".join(part for part in (reason.text, rank, reason.where) if part)
 
 
-def _colour(fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup]) -> Colour:
+def _find_colour(fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup]) -> Colour:
     if kind in ("failed", "never began"):
         return "red"
-    whole = kind == "running" or (kind == "finished" and not _misses_end(fold, step))
-    return "green" if whole and _ended_well(fold) and not lost else "amber"
-
-
-def _misses_end(fold: RunFold, step: int) -> bool:
-    """Tell whether a run that finished, as its launcher says, has no event of its last steps: the disk was full."""
-    told = any(group.state == "finished" and group.step is not None for group in fold.groups.values())
-    return not told and fold.target is not None and step < fold.target
-
-
-def _ended_well(fold: RunFold) -> bool:
-    """Tell whether the launcher says of nothing that it failed; True without a launcher."""
+    if kind not in ("running", "finished") or lost:
+        return "amber"
+    if kind == "finished" and _misses_last_events(fold, step):
+        return "amber"
     end = fold.launch_end
-    return end is None or end.code == 0 or end.signal is not None
+    has_failed = end is not None and _has_failed(end)
+    return "amber" if has_failed else "green"
 
 
-def _say_end(fold: RunFold) -> str:
-    end = fold.launch_end
-    return "" if end is None else f"the launch ended with exit status {end.code}: {end.reason}"
+def _misses_last_events(fold: RunFold, step: int) -> bool:
+    """Return whether a finished run has no events of its last steps, as on a full disk."""
+    for group in fold.groups.values():
+        if group.state == "finished" and group.step is not None:
+            return False
+    return fold.target is not None and step < fold.target
+
+
+def _has_failed(end: LaunchFinished) -> bool:
+    """Return whether a launch ended with a failure; a launch that somebody stopped has not failed."""
+    return end.code != 0 and end.signal is None

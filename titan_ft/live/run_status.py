@@ -205,7 +205,7 @@ class RunStatus:
         self.ranks.observe(event)
         before = self.groups
         self.fold.observe(event)
-        self.groups = status.fold(before, event, {slot: group.last for slot, group in self.fold.groups.items()})
+        self.groups = status.fold(before, event, {slot: group.last_event for slot, group in self.fold.groups.items()})
         line = status.describe(before, self.groups, event)
         match event:
             case ev.WorkerStarted() if event.config is not None:
