@@ -17,7 +17,7 @@ import yaml
 from titan_ft.cli import main
 from titan_ft.cluster.group import find_ranks_per_node
 from titan_ft.command_help import parse
-from titan_ft.config import FaultTolerance
+from titan_ft.config import ConfigError, FaultTolerance
 from titan_ft.data.assets import find_config
 from titan_ft.options import COMMANDS
 from titan_ft.usage import example_of, find_mistake, read_options
@@ -118,6 +118,15 @@ def test_one_option_has_the_same_names_everywhere(words: str) -> None:
         group = parse(["group", *config, "--run-dir=run", "--group", "1", "--nnodes=1", *words.split()])
         ranks = find_ranks_per_node(group.ranks_per_node, group.ranks_per_replica, 1)
         assert (group.config, group.replica, group.replicas, ranks) == (Path("llama3_debug"), 1, 2, 3)
+
+
+def test_two_names_of_an_option_must_not_contradict_each_other() -> None:
+    """The last one would be taken without a word."""
+    words = ["launch", "llama3_debug", "--run-dir", "run", "--ranks-per-replica", "1", "--replicas", "2"]
+    with pytest.raises(ConfigError, match=r"--groups must be the same as --replicas \(2\), got 3; give one of the two"):
+        parse([*words, "--groups=3"])
+    assert parse([*words, "--groups=2"]).replicas == 2
+    assert parse([*words, "--replicas=3"]).replicas == 3  # a script's own value, replaced
 
 
 def test_commands_of_a_cluster_load_no_torch(tmp_path: Path) -> None:

@@ -147,8 +147,8 @@ def test_a_pod_has_the_time_to_leave_in_order(job_set: dict[str, Any]) -> None:
 
 
 def test_the_numbers_are_those_that_were_given() -> None:
-    """Groups, hosts and GPUs, by each of their names; no GPU where none is asked for."""
-    job_set = documents("--nnodes=2", "--groups=5", "--ranks-per-replica=16", "--gpu-resource=amd.com/gpu")["JobSet"]
+    """Groups, hosts and GPUs; no GPU where none is asked for."""
+    job_set = documents("--nodes=2", "--replicas=5", "--ranks-per-group=16", "--gpu-resource=amd.com/gpu")["JobSet"]
     job, container = child_job(job_set), pod(job_set)["containers"][0]
     options = arguments(container["command"])
     assert job_set["spec"]["replicatedJobs"][0]["replicas"] == int(options["--replicas"]) == 5

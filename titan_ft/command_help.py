@@ -17,7 +17,7 @@ import tyro
 from titan_ft import versions
 from titan_ft.config import ConfigError, closest
 from titan_ft.options import COMMANDS, OPTIONS_OF_OPTIONS, TAKES_FLAGS
-from titan_ft.usage import example_of, find_mistake, read_options, refusing
+from titan_ft.usage import example_of, find_contradiction, find_mistake, read_options, refusing
 
 _WIDTH = 80
 _PARSER = (tyro.conf.FlagCreatePairsOff,)
@@ -38,6 +38,8 @@ def parse(argv: Sequence[str]) -> Any:
             return f"{option} must come after a --, as all of torchtitan's flags: titan-ft {name} ... -- {option}=..."
         return f"{option} is no option of titan-ft {name}; {closest(option, known)}see titan-ft {name} --help"
 
+    if mistake := find_contradiction(args, read_options(command)):
+        raise ConfigError(mistake)
     description = describe_command(command)
     return refusing(
         lambda: tyro.cli(command, prog=f"titan-ft {name}", args=args, description=description, config=_PARSER),

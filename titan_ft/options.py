@@ -169,7 +169,7 @@ class Group(_OfGroup):
     """Number of groups; when left out, SLURM_ARRAY_TASK_COUNT, else group_size of the config."""
     lighthouse: Annotated[str, _unset("ADDRESS")] = ""
     """Address that `titan-ft lighthouse` prints, http://HOST:PORT, or file:FILE of its --announce FILE; when left out,
-    TORCHFT_LIGHTHOUSE."""
+    fault_tolerance.lighthouse of the config, else TORCHFT_LIGHTHOUSE."""
     ranks_per_node: Annotated[int | None, _unset("R", *_RANKS_PER_NODE)] = None
     """Number of processes on each node; when left out, SLURM_GPUS_ON_NODE, SLURM_GPUS_PER_NODE or
     SLURM_NTASKS_PER_NODE."""

@@ -124,6 +124,26 @@ def find_mistake(
     return None
 
 
+def find_contradiction(args: Sequence[str], options: Sequence[Option]) -> str | None:
+    """Return a line about an option that is given under two names with different values, or None.
+
+    The parser would take the last one without a word: `--replicas 2 --groups 3` trained with 3 groups.
+    """
+    by_name = {name: option for option in options if option.is_flag for name in option.names}
+    given: dict[str, tuple[str, str]] = {}
+    for position, word in enumerate(args):
+        written, equals, value = word.partition("=")
+        option = by_name.get(written.replace("_", "-"))
+        if option is None or option.kind is bool:
+            continue
+        if not equals:
+            value = args[position + 1] if position + 1 < len(args) else ""
+        name, earlier = given.setdefault(option.name, (written, value))
+        if name != written and earlier != value:
+            return f"{written} must be the same as {name} ({earlier}), got {value}; give one of the two"
+    return None
+
+
 def example_of(command: type) -> str:
     """Return the example that ends a command's docstring."""
     return " ".join(inspect.cleandoc(command.__doc__ or "").rpartition("Example: ")[2].split())

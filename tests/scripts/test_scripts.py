@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import tomli
 
+from titan_ft.run.held import hold
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "llama3_debug.toml"
 LIGHTHOUSE = "http://10.0.0.1:29510"
@@ -180,6 +182,15 @@ def test_arguments_win_over_slurm() -> None:
         ([*options(), "--steps", "3"], "--steps is no option of titan-ft group"),
         ([*options(), "--nodes"], "--nodes must be followed by a whole number, got nothing"),
         ([*options(), "--training.steps=3"], "--training.steps must come after a --"),
+        ([*options(), "--group=0"], "--group must be the same as --replica (1), got 0; give one of the two"),
+        (
+            [*options(), "--", "--fault_tolerance.replica_id=3"],
+            "--fault_tolerance.replica_id must not come after the --, got '3'; --replica says it",
+        ),
+        (
+            [*options(), "--", "--job.dump_folder", "/tmp/x"],
+            "--job.dump_folder must not come after the --, got '/tmp/x'; --run-dir says it",
+        ),
         ([*options(), "--", "training.steps=3"], "torchtitan's flags must begin with --, got 'training.steps=3'"),
     ],
 )
@@ -189,6 +200,25 @@ def test_mistakes_are_refused_in_one_line(arguments: list[str], message: str) ->
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_the_lighthouse_of_the_option_counts_before_that_of_the_config(tmp_path: Path) -> None:
+    """A worker prefers the config's address to its environment's, so the option must be one of its flags."""
+    config = tmp_path / "own.toml"
+    config.write_text('[fault_tolerance]\nlighthouse = "http://10.0.0.9:1"\n')
+    words = dry_run(*options(config=str(config)))
+    assert f"--fault_tolerance.lighthouse={LIGHTHOUSE}" in words
+    words = dry_run(*options(config=str(config), lighthouse=None), TORCHFT_LIGHTHOUSE="http://127.0.0.1:1")
+    assert "TORCHFT_LIGHTHOUSE=http://10.0.0.9:1" in words
+
+
+def test_the_folder_of_a_launch_that_goes_on_is_refused(tmp_path: Path) -> None:
+    """The events of two jobs would be in one folder."""
+    with (tmp_path / "config.toml").open("w") as config:
+        assert hold(config)
+        result = group(*options(run_dir=str(tmp_path)), TITAN_FT_TOKEN="secret")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "--run-dir must not be in use by titan-ft launch" in result.stderr
 
 
 def test_a_token_is_required_off_this_host() -> None:

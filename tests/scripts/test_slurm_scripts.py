@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from titan_ft.cluster.slurm import BATCH
+from titan_ft.run.held import hold
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "llama3_debug.toml"
@@ -144,6 +145,8 @@ def test_a_token_of_the_users_is_taken_if_nobody_else_can_read_it(tmp_path: Path
         ({"--nodes": "0"}, "--nodes must be >= 1, got 0"),
         ({"--host-window": "0"}, "--host-window must be >= 1, got 0"),
         ({"--ranks-per-node": "x"}, "--ranks-per-node must be a whole number, got 'x'"),
+        ({"--replicas": "5"}, "--replicas must be the same as --groups (4), got 5; give one of the two"),
+        ({"--group-options": "--comment='x"}, "--group-options must be options as a shell reads them, got"),
         ({"--stand-by": "x"}, "--stand-by is no option of titan-ft slurm submit; did you mean --standby?"),
     ],
 )
@@ -155,6 +158,34 @@ def test_mistakes_are_refused_in_one_line(tmp_path: Path, change: dict[str, str]
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.parametrize("answer", ["echo '103_1 titan_ft RUNNING'", "exit 1", ""], ids=["running", "unknown", "over"])
+def test_the_folder_of_a_run_that_goes_on_is_refused(tmp_path: Path, answer: str) -> None:
+    """Its announced lighthouse and its jobs stay as they are; those of a run that is over are replaced."""
+    assert submit(tmp_path, *full(tmp_path)).returncode == 0
+    jobs = (tmp_path / "run" / "slurm" / "jobs").read_text()
+    (tmp_path / "run" / "lighthouse.json").touch()
+    queue = tmp_path / "bin" / "squeue"
+    queue.write_text(f"#!/bin/bash\n{answer}\n")
+    queue.chmod(0o755)
+    done = submit(tmp_path, *full(tmp_path))
+    running = "RUNNING" in answer
+    assert done.returncode == (2 if running else 0), done.stderr
+    assert (tmp_path / "run" / "lighthouse.json").exists() == running
+    assert ((tmp_path / "run" / "slurm" / "jobs").read_text() == jobs) == running
+    assert ("must not be in use by another job" in done.stderr) == running
+
+
+def test_the_folder_of_a_launch_that_goes_on_is_refused(tmp_path: Path) -> None:
+    """Two jobs would write into one folder."""
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / "config.toml").open("w") as config:
+        assert hold(config)
+        done = submit(tmp_path, *full(tmp_path))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "titan-ft launch is going on" in done.stderr
     assert not (tmp_path / "calls").exists()
 
 

@@ -15,15 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ft.cluster import slurm_env
-from titan_ft.config import LIGHTHOUSE_VARIABLE, TABLE, ConfigError, check_lighthouse, load_toml
+from titan_ft.config import LIGHTHOUSE_VARIABLE, TABLE, ConfigError, check_lighthouse, load_toml, read_flags
 from titan_ft.data.assets import find_config
 from titan_ft.live.group_metrics import PORT_ENV
 from titan_ft.live.metrics import LOOPBACK
 from titan_ft.live.metrics import split_address as split_metrics_address
 from titan_ft.options import Group
 from titan_ft.run.address import ALL_HOSTS, find_own_address, find_source_address, split_address
+from titan_ft.run.held import is_held
+from titan_ft.run.paths import RunPaths
 
 TOKEN_ENV = "TITAN_FT_TOKEN"
+_OWN_FLAGS = {
+    "job.config_file": "CONFIG",
+    "job.dump_folder": "--run-dir",
+    f"{TABLE}.group_size": "--replicas",
+    f"{TABLE}.replica_id": "--replica",
+    f"{TABLE}.lighthouse": "--lighthouse",
+}
+"""Flags of the workers that `titan-ft group` sets, with the options that say the same."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,9 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
     Raises:
         ConfigError: an option is missing or wrong.
     """
+    check_flags(flags)
     config = find_toml(options.config)
+    _check_not_in_use(options.run_dir)
     replica, replicas = _find_number(options, environ)
     lighthouse = _find_lighthouse(options, environ, config)
     nodes, ranks_per_node = _find_shape(options, environ)
@@ -67,7 +79,6 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
             f"{TOKEN_ENV} must be set to the same secret for all groups, got nothing; without it any host on the "
             "network could hand out weights"
         )
-    check_flags(flags)
     command = [
         *(sys.executable, "-m", "titan_ft.launch.torchrun"),
         *(f"--nnodes={nodes}", f"--nproc-per-node={ranks_per_node}"),
@@ -81,6 +92,8 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
         f"--{TABLE}.enable",
         f"--{TABLE}.replica_id={replica}",
         *([] if replicas is None else [f"--{TABLE}.group_size={replicas}"]),
+        # A worker prefers the address in the config to that in its environment.
+        *([f"--{TABLE}.lighthouse={lighthouse}"] if _configured_lighthouse(config) not in ("", lighthouse) else []),
         *flags,
     ]
     return GroupPlan(_environment(options, lighthouse, environ), command)
@@ -127,9 +140,25 @@ def check_restarts(max_restarts: int, host_deaths: int, host_window: int) -> Non
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Raise ConfigError for torchtitan's flags that do not begin with --."""
+    """Raise ConfigError for torchtitan's flags that do not begin with --, or that contradict an option."""
     if flags and not flags[0].startswith("-"):
         raise ConfigError(f"torchtitan's flags must begin with --, got {flags[0]!r}; for example --training.steps=60")
+    for name, value in read_flags(flags):
+        # Given last, they would win: two groups with one number, or events outside of --run-dir.
+        if name in _OWN_FLAGS:
+            raise ConfigError(f"--{name} must not come after the --, got {value!r}; {_OWN_FLAGS[name]} says it")
+
+
+def split_options(name: str, text: str) -> list[str]:
+    """Split an option's value, which is options of another program, as a shell does.
+
+    Raises:
+        ConfigError: a quotation mark is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} must be options as a shell reads them, got {text!r}; {error}") from error
 
 
 def is_loopback(address: str) -> bool:
@@ -144,6 +173,14 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _check_not_in_use(run_dir: Path) -> None:
+    if is_held(RunPaths(run_dir.absolute())):
+        raise ConfigError(
+            f"--run-dir must not be in use by titan-ft launch, got {run_dir}, where one is going on; wait for its end, "
+            "or give another folder"
+        )
 
 
 def _find_number(options: Group, environ: Mapping[str, str]) -> tuple[int, int | None]:
@@ -170,11 +207,12 @@ def _find_number(options: Group, environ: Mapping[str, str]) -> tuple[int, int |
 
 
 def _find_lighthouse(options: Group, environ: Mapping[str, str], config: Path) -> str:
+    """Return the lighthouse's address, from the same source as the workers take it."""
     name, address = "--lighthouse", options.lighthouse
     if not address:
-        name, address = LIGHTHOUSE_VARIABLE, environ.get(LIGHTHOUSE_VARIABLE, "")
+        name, address = f"{TABLE}.lighthouse", _configured_lighthouse(config)
     if not address:
-        name, address = f"{TABLE}.lighthouse", str(load_toml(config).get(TABLE, {}).get("lighthouse", ""))
+        name, address = LIGHTHOUSE_VARIABLE, environ.get(LIGHTHOUSE_VARIABLE, "")
     if not address:
         raise ConfigError(
             f"--lighthouse must be given, got nothing, and {LIGHTHOUSE_VARIABLE} is not set; give the address that "
@@ -182,6 +220,10 @@ def _find_lighthouse(options: Group, environ: Mapping[str, str], config: Path) -
         )
     check_lighthouse(name, address)
     return address
+
+
+def _configured_lighthouse(config: Path) -> str:
+    return str(load_toml(config).get(TABLE, {}).get("lighthouse", ""))
 
 
 def _find_shape(options: Group, environ: Mapping[str, str]) -> tuple[int, int]:

@@ -15,11 +15,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ft.cluster.group import check_at_least, check_flags, check_restarts, find_ranks_per_node, find_toml
+from titan_ft.cluster.group import (
+    check_at_least,
+    check_flags,
+    check_restarts,
+    find_ranks_per_node,
+    find_toml,
+    split_options,
+)
 from titan_ft.config import TABLE, ConfigError, load_toml, unwritable
 from titan_ft.launch.lighthouse import changed_settings
 from titan_ft.launch.shared_settings import lighthouse_settings, table_overrides
 from titan_ft.options import SlurmSubmit
+from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
 
 BATCH = Path(__file__).parent / "batch"
@@ -65,7 +73,7 @@ def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
     logs = root / "logs"
     table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
     lighthouse = [
-        *shlex.split(options.lighthouse_options),
+        *split_options("--lighthouse-options", options.lighthouse_options),
         f"--output={logs / 'lighthouse-%j.log'}",
         *(str(BATCH / "lighthouse.sbatch"), str(BATCH), sys.executable, str(root)),
         *changed_settings(lighthouse_settings(table)),
@@ -73,7 +81,7 @@ def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
     groups = [
         f"--array=0-{options.replicas - 1}",
         f"--nodes={options.nodes}",
-        *shlex.split(options.group_options),
+        *split_options("--group-options", options.group_options),
         *([f"--time={options.time}"] if options.time else []),
         f"--output={logs / 'replica-%a.log'}",
         *(str(BATCH / "replicas.sbatch"), str(BATCH), sys.executable, str(root)),
@@ -101,6 +109,7 @@ def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
     if shutil.which("sbatch") is None:
         raise ConfigError("sbatch must be on the PATH, got no such command; run this where jobs are submitted")
     root = options.run_dir.resolve()
+    _check_not_in_use(root)
     try:
         _prepare(root, options.token_file)
     except OSError as error:
@@ -120,6 +129,34 @@ def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
         undo.pop_all()
     _announce(root, groups, lighthouses)
     return 0
+
+
+def _check_not_in_use(root: Path) -> None:
+    """Refuse the folder of a run that goes on: its lighthouse and groups would be taken for those of this one.
+
+    Raises:
+        ConfigError: a launch, or a job of an earlier submission, is going on there.
+    """
+    given = f"--run-dir must not be in use by another job, got {root}, where"
+    remedy = "or give another folder"
+    if is_held(RunPaths(root)):
+        raise ConfigError(f"{given} titan-ft launch is going on; wait for its end, {remedy}")
+    try:
+        jobs = _jobs(root).read_text().split()
+    except OSError:  # nothing was submitted yet
+        return
+    if going_on := [job for job in jobs if _is_going_on(job)]:
+        raise ConfigError(f"{given} job {' '.join(going_on)} is going on; scancel {' '.join(jobs)}, {remedy}")
+
+
+def _is_going_on(job: str) -> bool:
+    """True if Slurm knows a job, or an element of an array, that is not over."""
+    try:
+        listed = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False)
+    except OSError:  # no squeue here
+        return False
+    # Slurm forgets jobs after some minutes, and then calls their ids invalid.
+    return listed.returncode == 0 and bool(listed.stdout.strip())
 
 
 def _sbatch(arguments: Sequence[str]) -> str | None:
