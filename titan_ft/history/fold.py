@@ -1,25 +1,25 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The one fold of a run's events: `RunFold` takes each event once, in order of time, and keeps the state of the run.
+"""The state of a run by its events: `RunFold` takes each event once, in order of time.
 
 All views of a run ask the fold: the outcome (`titan_ft.history.outcome`), the failures
-(`titan_ft.history.incidents`) and the lost groups. `top` feeds a fold with each new event; `check` and
-`report` feed it with the whole history.
+(`titan_ft.history.incidents`) and the lost groups. `top` feeds a fold with each new event; `check`
+and `report` feed it with the whole history.
 
 A *failure* is one of these:
 
 - A worker of a group, or the group's agent, ends by itself. The attempt of the group ends with it.
-- A group lives, but the others commit an update without it: it was silent, cut off, or fell behind and
-  had to heal. An update that only leaves out the group's gradient, because the gradient is not finite,
-  is no failure.
+- A group lives, but the others commit an update without it: it was silent, cut off, or fell behind
+  and had to heal. An update that only leaves out the group's gradient, because the gradient is not
+  finite, is no failure.
 - An exchange breaks, and is repeated with the same groups.
 
 The first two count once, from the moment at which the group drops out until it contributes again. A
 group that leaves because it was asked to has not failed. An injected fault without such an effect,
 such as a slow rank, is a fault and no failure.
 
-`step` here counts updates: a step, or a round of several. `Unit.step_after` converts it to torchtitan's
-step.
+`step` here counts updates: a step, or a round of several. `Unit.step_after` converts it to
+torchtitan's step.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ GroupState = Literal["not started", "starting", "training", "died", "given up", 
 ENDED: tuple[GroupState, ...] = ("left", "finished")
 """States of a group that ended in order."""
 MAX_KNOWN_COMMITS = 4096
-"""Commits that are remembered: all groups announce a commit within seconds, and a run may last weeks."""
+"""Commits that are remembered. All groups announce a commit within seconds."""
 MAX_START_SECONDS = 300.0
-"""A group that starts may be silent this long: it imports, builds the model, waits for a file server."""
+"""A group that starts may be silent this long: it imports, or waits for a file server."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Reason:
     step: int | None = None
     """The last update of the group before the failure; None if it made none."""
     where: str = ""
-    """File and line of the user's code that raised the exception, as in "mybug.py:15"; empty if unknown."""
+    """Where the user's code raised the exception, as in "mybug.py:15"; empty if unknown."""
     log: str = ""
     """Path of the rank's log on the rank's host; empty if unknown."""
     time: float = 0.0
@@ -76,12 +76,12 @@ class Failure:
     """A failure, as defined at the top of this module."""
 
     slot: int | None
-    """The group that dropped out; None for an exchange that broke and was repeated with the same groups."""
+    """The group that dropped out; None for a broken exchange."""
     attempt: int
     time: float
-    """Unix seconds of the first sign: the exit, the commit without the group, or the broken exchange."""
+    """Unix seconds of the exit, the first commit without the group, or the broken exchange."""
     since: float
-    """Unix seconds of the group's last contribution before; equal to `time` for a broken exchange."""
+    """Unix seconds of the group's last contribution before; `time` for a broken exchange."""
     died: bool = False
     """Whether a worker or the agent of the group ended by itself."""
     away: bool = True
@@ -119,7 +119,7 @@ class GroupFold:
     last_contribution: float = 0.0
     """Unix seconds of the last commit to which the group contributed; 0 without any."""
     contributes: bool = False
-    """Whether the group contributed to its last update, and has neither ended nor dropped out since."""
+    """Whether the group contributed to its last update and has not ended or dropped out since."""
     failure: Failure | None = None
     """The failure from which the group has not come back yet."""
 
@@ -130,7 +130,7 @@ class GroupFold:
 
 
 class RunFold:
-    """The state of a run after the events so far. A new launch in the same folder starts from nothing.
+    """The state of a run after the events so far; a new launch in the same folder resets it.
 
     Attributes:
         failures: of all launches, in the order in which they were noticed.
@@ -138,7 +138,7 @@ class RunFold:
         target: torchtitan's last step (`training.steps`); None if unknown.
         unit: converts updates to torchtitan's steps.
         last_event: Unix seconds of the last event.
-        launched: whether `titan-ft launch` started the groups; False if they were started one by one.
+        launched: True for `titan-ft launch`, False for groups that were started one by one.
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class RunFold:
             case ev.WorkerExited():
                 self._apply_exit(group, event)
             case ev.AgentEnded():
-                # A worker that died before its agent is the reason. A group that is over does not fail.
+                # A worker that died before its agent is the reason.
                 if group.state in ("died", "given up", *ENDED):
                     return
                 reason = Reason(

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The output of `titan-ft logs`: for each failed process its exception, its place and the end of its log."""
+"""The output of `titan-ft logs`: the exception of each failed process and the end of its log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_ft.run.paths import RunPaths
 
 @dataclass(frozen=True)
 class FailedAttempts:
-    """The last failed attempt of a group, or of several groups whose attempts failed for one reason."""
+    """The last failed attempts of the groups that failed for one reason."""
 
     reason: Reason
     """The reason of the attempt that failed last."""

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The outcome of a run: whether it finished, why it failed, who stopped it, which groups it lost; pure.
+"""The outcome of a run: finished or not, why it failed, who stopped it, which groups it lost; pure.
 
-`check`, `report`, the report's page and `top` show this outcome first, so they cannot contradict each
-other.
+`check`, `report`, the report's page and `top` show this outcome first, so that they cannot
+contradict each other.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from titan_ft.run.error_file import kind_of
 from titan_ft.run.events import LaunchFinished
 
 Kind = Literal["running", "finished", "stopped", "failed", "never began", "unknown"]
-"""How a run ended. "unknown" if the launcher or the groups are gone and no event says how they ended."""
+"""How a run ended.
+
+"unknown" if the launcher or the groups are gone, and no event says how they ended.
+"""
 Colour = Literal["green", "amber", "red"]
 
 SAME_CAUSE_SECONDS = 60.0
-"""Failures of several groups within this time have one cause: an exception of one of them, most often."""
+"""Failures of several groups within this time are taken to have one cause."""
 LOST_SECONDS = 60.0
-"""A group without a launcher is lost if it has no event for this long while the other groups train."""
+"""Without a launcher, a group is lost if it had no event for this long while others train."""
 _SIGNALS = {"SIGINT": "Ctrl-C", "SIGHUP": "a closed terminal"}
 """Signals that stop a launch, as people call them; other signals keep their names."""
 
@@ -66,7 +69,10 @@ class Outcome:
     reason: Reason | None
     """Why the run failed, or why it has made no update yet; None in all other cases."""
     reasons: tuple[Reason, ...]
-    """Why groups failed that have not contributed since; the likeliest cause first, each cause once."""
+    """Why groups failed that have not contributed to an update since.
+
+    The likeliest cause comes first, and each cause is listed once.
+    """
     stopped_by: str
     """Who stopped the run: "Ctrl-C", "SIGTERM", "--minutes"; empty if nobody did or if unknown."""
     colour: Colour
@@ -128,7 +134,8 @@ def _find_kind(fold: RunFold, *, goes_on: bool) -> Kind:
         return "never began" if has_failed_to_begin else "stopped"
     if end.code != 0:
         return "failed" if has_trained else "never began"
-    # On a full disk the last events of the groups are missing, and the launcher's exit status counts.
+    # On a full disk the last events of the groups are missing: the launcher's exit status counts.
+    # But groups that never made an update cannot have finished.
     return "finished" if has_trained or not states else "unknown"
 
 
@@ -139,11 +146,11 @@ def _is_over(fold: RunFold, *, goes_on: bool) -> bool:
 
 
 def _find_kind_without_launcher(fold: RunFold) -> Kind:
-    """Return the kind for groups that were started one by one and are over; none of them finished."""
+    """Return the kind for groups that were started one by one, if none of them finished."""
     states = {group.state for group in fold.groups.values()}
     states.discard("not started")
     if "left" in states and states <= {"left", "given up", "died"}:
-        return "stopped"
+        return "stopped"  # some groups left because somebody asked; the others had failed before
     if states == {"given up"}:
         return "failed" if fold.step is not None else "never began"
     return "unknown"
@@ -166,8 +173,8 @@ def _find_reasons(fold: RunFold) -> tuple[Reason, ...]:
     reasons.sort(key=lambda reason: _priority(reason, latest))
     end = fold.launch_end
     if end is not None and end.code != 0 and fold.stopping is None:
-        # A failure of the launch itself, such as the end of the lighthouse, ended the run, and not what
-        # the groups died of before. In all other cases the launcher only repeats the groups' reasons.
+        # A failure of the launch itself, such as the end of the lighthouse, comes before failures
+        # of groups. In all other cases the launcher only repeats the groups' reasons.
         launch_is_cause = end.own_failure or not reasons
         if launch_is_cause:
             reasons.insert(0, Reason(end.reason, time=end.time))
@@ -183,9 +190,10 @@ def _priority(reason: Reason, latest: float) -> tuple[bool, bool, bool, float]:
     Args:
         latest: Unix seconds of the last failure.
     """
+    # False sorts before True.
     is_old = reason.time < latest - SAME_CAUSE_SECONDS
-    # Other groups fail after an exception of one group, by a signal or by a transient exception, such
-    # as a lost connection. So a permanent exception is the likeliest cause, and a signal the least.
+    # When one group raises an exception, other groups may fail as a consequence: by a signal, or by
+    # a transient exception such as a lost connection. So a permanent exception comes first.
     return is_old, not reason.exception, reason.transient, reason.time
 
 
@@ -214,10 +222,11 @@ def _is_lost(fold: RunFold, group: GroupFold, kind: Kind) -> bool:
         return True
     end = fold.launch_end
     if kind == "finished":
-        # Exit status 0 means that every agent ended well: its group may have been on its way back.
+        # Exit status 0 means that all agents ended well, so a group that was still coming back when
+        # the others finished is not lost.
         return end is None or end.code != 0
     if fold.launched or kind not in ("running", "stopped"):
-        return False
+        return False  # a launcher restarts its groups, and writes an event when it gives one up
     quiet_seconds = fold.last_event - group.last_event
     return group.failure is not None and quiet_seconds > LOST_SECONDS
 
@@ -226,10 +235,11 @@ def _find_stopped_by(fold: RunFold) -> str:
     end = fold.launch_end
     if end is not None:
         if end.signal is None:
-            return "--minutes"
+            return "--minutes"  # the only stop that needs no signal
         return _SIGNALS.get(end.signal, end.signal)
     if fold.stopping is not None or not fold.groups:
-        return ""
+        return ""  # a launch that is still stopping says at its end who asked
+    # Without a launcher, each group that left says who asked.
     last_group = max(fold.groups.values(), key=lambda group: group.last_event)
     return last_group.leave_reason
 
@@ -273,9 +283,9 @@ def _describe_progress(fold: RunFold, step: int) -> str:
 
 
 def _failed_step(fold: RunFold, step: int) -> int:
-    """Return the step that the run could not make: the one after its last, if there is one."""
-    following = step + 1
-    return min(following, fold.target) if fold.target else following
+    """Return the step in which the run failed: the step after its last update, at most the last."""
+    next_step = step + 1
+    return min(next_step, fold.target) if fold.target else next_step
 
 
 def _count_failures(fold: RunFold, reason: Reason | None) -> str:
@@ -327,5 +337,5 @@ def _misses_last_events(fold: RunFold, step: int) -> bool:
 
 
 def _has_failed(end: LaunchFinished) -> bool:
-    """Return whether a launch ended with a failure; a launch that somebody stopped has not failed."""
+    """Return whether a launch failed; a launch that a signal stopped has not."""
     return end.code != 0 and end.signal is None

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How long the job waited for each group, and why: sums of `StepCommitted.waits`.
 
-`find_waits` returns a `StepWait` for each commit, awaited group and reason. `sum_by_slot` adds these
-up for a table or a chart: {2: {"lost": 1.4, "catching_up": 0.03}} means that the job waited 1.4 s in
-all for group 2 while it was lost, and 0.03 s while it caught up. `REASONS` has a phrase for each
-reason of `titan_ft.run.events.Waited.why`.
+`find_waits` returns a `StepWait` for each commit, awaited group and reason. `sum_by_slot` adds
+these up for a table or a chart: {2: {"lost": 1.4, "catching_up": 0.03}} means that the job waited
+1.4 s in all for group 2 while it was lost, and 0.03 s while it caught up. `REASONS` has a phrase
+for each reason of `titan_ft.run.events.Waited.why`.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep the agent of one group running, as the agent keeps the group's workers.
 
-An agent that gives its group up writes an event and ends with an exit status for it. Any other end is
-an unexpected death: SIGKILL, the kernel's OOM killer, an exception of the agent itself. After such a
-death the keeper waits until the workers of the agent have ended as well. Then it starts another agent,
-under the same `RestartPolicy` as the workers. An agent that is stopped (SIGSTOP) cannot restart
-workers that end meanwhile, so the keeper kills the agent and starts another one.
+An agent that gives its group up writes an event and ends with an exit status for it. Any other end
+is an unexpected death: SIGKILL, the kernel's OOM killer, an exception of the agent itself. After
+such a death the keeper waits until the workers of the agent have ended as well. Then it starts
+another agent, under the same `RestartPolicy` as the workers. An agent that is stopped (SIGSTOP)
+cannot restart workers that end meanwhile, so the keeper kills the agent and starts another one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Worker:
         return is_running_worker(self.pid, since=self.started)
 
     def kill(self) -> None:
-        """Kill the worker and the processes that the worker started: the worker leads a process group."""
+        """Kill the worker and all processes that the worker started: they are its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -90,7 +90,7 @@ class _Agent:
     found_dead: float | None = None
     """When the keeper found the agent dead, by the keeper's clock."""
     found_frozen: float | None = None
-    """When the keeper found the agent stopped while all its workers had ended; None if it is not."""
+    """When the keeper found the agent stopped although its workers had ended; else None."""
     kill_reason: str = ""
     """Why the keeper killed the agent; empty if it did not."""
 
@@ -244,7 +244,8 @@ class AgentKeeper:
             return
         if agent.found_dead is None:
             agent.found_dead = self._clock()
-            # The launcher reads the last events of the workers before the next poll.
+            # The launcher reads the last events of the workers before the next poll. Without them
+            # the policy would not know of the group's last commits.
             return
         living = agent.living_workers()
         for worker in living:
@@ -262,10 +263,10 @@ class AgentKeeper:
         )
         decision = self._policy.decide(end)
         ended = self._describe_end(code, restarts=not isinstance(decision, GiveUp))
-        self._follow(decision, ended)
+        self._carry_out(decision, ended)
 
     def _kill_if_frozen(self) -> None:
-        """Kill an agent that is stopped (SIGSTOP) and does not restart the workers that have ended."""
+        """Kill an agent that is stopped (SIGSTOP) and so cannot restart its ended workers."""
         agent = self._agent
         if not agent.workers or not _is_stopped(agent.child.process.pid) or agent.living_workers():
             agent.found_frozen = None
@@ -273,21 +274,23 @@ class AgentKeeper:
         if agent.found_frozen is None:
             agent.found_frozen = self._clock()
         elif self._clock() - agent.found_frozen >= FROZEN_SECONDS:
-            # The workers are zombies until their agent ends; processes that they started may live on.
+            # The workers are zombies until their agent ends, but their own children may live on.
             for worker in agent.workers.values():
                 worker.kill()
             agent.kill_reason = "its workers ended while its agent was stopped (SIGSTOP)"
             agent.child.process.kill()
 
     def _decide_after_failed_start(self) -> None:
-        """Let the policy decide after a start that failed: it is no crash of an agent, so it is transient."""
+        """Let the policy decide after a start that failed."""
+        # Transient, so that it counts as a restart but never as part of a crash loop. There is no
+        # exit status, and 1 stands for any failure.
         error = WorkerError(self._start_error, transient=True, time=time.time())
         decision = self._policy.decide(AttemptEnd(code=1, alive_seconds=0.0, error=error))
         ended = self._describe_failed_start(restarts=not isinstance(decision, GiveUp))
         self._start_error = ""
-        self._follow(decision, ended)
+        self._carry_out(decision, ended)
 
-    def _follow(self, decision: float | GiveUp, ended: AgentEnded) -> None:
+    def _carry_out(self, decision: float | GiveUp, ended: AgentEnded) -> None:
         """Announce an end, and plan the restart or announce that the group is given up.
 
         Args:
@@ -314,7 +317,7 @@ class AgentKeeper:
         )
 
     def _describe_failed_start(self, *, restarts: bool) -> AgentEnded:
-        """Return the event of an agent without a process; pid and status of the agent before stay out."""
+        """Return the event of an agent that has no process and no exit status."""
         return AgentEnded(
             replica=self.slot,
             attempt=self._latest_attempt,
@@ -337,9 +340,9 @@ class AgentKeeper:
         )
 
     def _try_start(self, reason: str) -> None:
-        """Start the next agent; `poll` handles a failure, as on a host without room for a process."""
-        # Never a number that was used before, also if that attempt did not get to start its workers:
-        # the events of two attempts would be taken for one.
+        """Start the next agent; if the host has no room for a process, `poll` tries again."""
+        # Never a number that was used before, also if that attempt did not get to start its
+        # workers: the events of two attempts would be taken for one.
         self._latest_attempt = max(self._latest_attempt + 1, self._paths.next_attempt(self.slot))
         self._restart_time = None
         try:

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which other groups of the job are lost, because they have been silent for too long; pure.
 
-If a worker dies, its group closes its connections, and the group's agent restarts it within seconds.
-If a host is lost, or a group is frozen or cut off, nothing is closed and nothing is restarted: the
-other groups train on, and nobody would say that a group is missing. So every group watches how long
-each other group has been silent. A group is heard by its heartbeats, which the lighthouse lists on
-its status page, and by the updates in which it takes part.
+If a worker dies, its group closes its connections, and the group's agent restarts it within
+seconds. If a host is lost, or a group is frozen or cut off, nothing is closed and nothing is
+restarted: the other groups train on, and nobody would say that a group is missing. So every group
+watches how long each other group has been silent. A group is heard by its heartbeats, which the
+lighthouse lists on its status page, and by the updates in which it takes part.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from statistics import median
 
 MIN_SILENCE_SECONDS = 10.0
-"""A shorter silence is never reported: a group whose agent restarts it is silent for a few seconds."""
+"""A shorter silence is never reported: a restart by an agent takes a few seconds."""
 MIN_SILENT_STEPS = 3
-"""A silence of fewer usual steps is not reported: with steps of a minute, a restart loses no step."""
+"""A silence of fewer usual steps is not reported: long steps give a restart enough time."""
 MIN_SILENT_HEARTBEATS = 4
-"""A silence of fewer heartbeat timeouts is not reported: a user may have set a timeout of a minute."""
+"""A silence of fewer heartbeat timeouts is not reported: the timeout may be a minute."""
 _REPORT_AGAIN_FACTOR = 4.0
-"""A lost group is reported again once its silence is this many times longer than at the last report.
+"""A lost group is reported again when its silence is this many times that of the last report.
 
-A group that is being restarted is silent too, and readers of the first report ignore it then. If the
-host of that group is lost during the restart, only another report shows it.
+A group that is being restarted is silent too, so `titan_ft.history.fold.is_silent` ignores a report
+during a restart. If the host is lost during that restart, only another report shows the loss.
 """
 _NUM_RECENT_STEPS = 8
 
@@ -66,7 +66,7 @@ class Back:
 
 @dataclass
 class _Group:
-    """What this group knows of one other group. Times are seconds of this host's monotonic clock."""
+    """What this group knows of one other group; times are of this host's monotonic clock."""
 
     heard: float
     """Time of the latest heartbeat or update."""
@@ -108,7 +108,7 @@ class Roll:
         return silence_limit(usual, self._heartbeat_timeout)
 
     def commit(self, step: int, slots: Collection[int], now: float, num_steps: int = 1) -> None:
-        """Note the groups that took part in update `step`, which stands for `num_steps` local steps."""
+        """Note which groups took part in update `step`, made of `num_steps` local steps."""
         if self._last_commit is not None:
             self._recent_step_seconds.append((now - self._last_commit) / max(1, num_steps))
         self._last_commit = now
@@ -181,8 +181,8 @@ class Roll:
     def _must_report(self, silent: _Group, ages: Mapping[int, float], limit: float) -> bool:
         """Return True unless a living group with a lower slot reports the silent group.
 
-        One report is enough. A group that was restarted during the silence has never heard the silent
-        group and reports nothing, so the report is not left to it.
+        One report is enough. A group that was restarted during the silence has never heard the
+        silent group and reports nothing, so the report is not left to it.
         """
         for slot, age in ages.items():
             group = self._groups.get(slot)
@@ -202,5 +202,5 @@ def _note_process(group: _Group, started: float) -> None:
 
 
 def _has_heard(group: _Group, silent: _Group) -> bool:
-    """Return whether the current process of `group` trained before the silence of `silent` began."""
+    """Return whether the current process of `group` trained while `silent` was still heard."""
     return group.last_step is not None and group.trains_since <= silent.heard

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The thread with which rank 0 of a group reports other groups that are lost, or back (see `roll`)."""
+"""The thread of rank 0 that reports which other groups are lost, or back (see `roll`)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 _MIN_PAUSE_SECONDS = MIN_SILENCE_SECONDS / 4
 """Pause between two checks: a silence is reported soon after it has become long enough."""
 _NUM_FREQUENT = 4
-"""Groups with a slot below this pause for `_MIN_PAUSE_SECONDS`; see `_pause_seconds`."""
+"""Number of groups that check this often; see `_pause_seconds`."""
 
 
 class RollCall:
     """Checks every few seconds which other groups are lost, in a thread of its own.
 
     Args:
-        find_ages: reads the lighthouse's status page. Returns, by slot, the seconds since each group's
-            last heartbeat, and the Unix seconds at which its newest process started. Returns None if
-            the lighthouse does not answer.
+        find_ages: reads the lighthouse's status page. Returns, by slot, the seconds since each
+            group's last heartbeat, and the Unix seconds at which its newest process started.
+            Returns None if the lighthouse does not answer.
         find_left: returns the slots of groups that left in order. Returns None if this group is
-            leaving: the other groups may leave as well, and this group would not be told.
+            leaving: others may leave at the same time, and would be taken for lost.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class RollCall:
         self._find_left = find_left
         self._pause = _pause_seconds(config.replica_id)
         self._closed = threading.Event()
-        # The training thread commits while the other thread checks.
+        # For the step and the roll: the training thread commits while the checking thread checks.
         self._lock = threading.Lock()
         self._roll = Roll(config.replica_id, config.heartbeat_timeout_ms / 1000)
         self._step = 0
-        # Used by the other thread only.
+        # Used by the checking thread only.
         self._last_check = time.monotonic()
         self._could_hear = True
         self._has_failed = False
@@ -76,7 +76,8 @@ class RollCall:
             except Exception:
                 # The thread must survive: without it no lost group would be reported any more.
                 self._could_hear = False
-                if not self._has_failed:  # not each time: the log would get a traceback every few seconds
+                # One traceback for failures in a row: else the log gets one every few seconds.
+                if not self._has_failed:
                     logger.exception("cannot check which groups are lost; the check is repeated")
                 self._has_failed = True
             else:
@@ -95,8 +96,8 @@ class RollCall:
             return
         ages, started = heartbeats
         with self._lock:
-            # A process that was frozen, or had no answer from the lighthouse, heard no group. Without
-            # new clocks it would report every other group as lost.
+            # A process that was frozen, or had no answer from the lighthouse, heard no group.
+            # Without new clocks it would report every other group as lost.
             if not self._could_hear:
                 self._roll.restart_clocks(now)
             changes = self._roll.find_changes(ages, left, now, started)
@@ -128,8 +129,8 @@ def _pause_seconds(slot: int) -> float:
     """Return the pause of a group between two checks.
 
     The status page has a line for each group, so the traffic would grow with the square of their
-    number. Only slots 0 to 3 check often: slots 4 to 7 pause twice as long, slots 8 to 15 three times
-    as long, and so on.
+    number. So only slots 0 to 3 check often. Slots 4 to 7 pause twice as long, slots 8 to 15 three
+    times as long, and so on.
     """
     factor = 1 + (slot // _NUM_FREQUENT).bit_length()
     return _MIN_PAUSE_SECONDS * factor

@@ -4,8 +4,8 @@
 
 The lighthouse answers the quorum requests of all groups at the same moment. The row of each group
 says how long before this answer the group asked, how long after the answer it was ready for the
-exchange, and what it did meanwhile. From the rows, each group knows which group came last and by how
-many seconds. No common clock and no further message is needed.
+exchange, and what it did meanwhile. From the rows, each group knows which group came last and by
+how many seconds. No common clock and no further message is needed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def find_waits(rows: Sequence[Row], own: int, began: float, gone: Sequence[tuple
     # First the wait for the quorum: until every member has asked for it.
     requests = []
     for row in rows:
-        # While groups are gone, the lighthouse waits for their heartbeats to stop. A joiner that asks
-        # during that time delays nobody.
+        # While groups are gone, the lighthouse waits for their heartbeats to stop. A joiner that
+        # asks during that time delays nobody.
         if gone and Why(row.doing).joins:
             continue
         requests.append((-row.asked, row))
     quorum_wait_began = max(began, -rows[own].asked)
     yield from _charge(quorum_wait_began, requests)
     last_request = max([quorum_wait_began, *(time for time, _ in requests)])
-    # All members have asked by then. The lighthouse answers later only because of groups that are gone.
+    # From the last request on, the lighthouse waits only for groups that are gone.
     seconds_for_gone = -last_request
     if seconds_for_gone > 0:
         for slot, why in gone:
@@ -92,13 +92,13 @@ class WaitLog:
         self._began = 0.0
         """When the wait of the latest exchange began."""
         self._last_waits: list[Wait] = []
-        """Waits of the latest exchange, not in `_seconds` yet: `note_held_back` may replace them."""
+        """Waits of the latest exchange; added to `_seconds` later, or replaced if held back."""
 
     def start_wait(self, now: float) -> None:
         """Note that this rank is ready for an exchange."""
         if self._held_back_for is not None:
-            # The update could not be made without these groups, so all of the time since the exchange
-            # before is charged to them, and nothing to the member that came last.
+            # The update could not be made without these groups, so all of the time since the
+            # exchange before is charged to them, and nothing to the member that came last.
             slots, why = self._held_back_for
             seconds = (now - self._began) / len(slots)
             self._last_waits = [(slot, why, seconds) for slot in slots]
@@ -109,8 +109,8 @@ class WaitLog:
     def note_broken(self, members: Collection[Process], now: float) -> None:
         """Note that the exchange broke at `now`.
 
-        Which member broke it is not known before the next exchange that succeeds: that member is not
-        in it.
+        Which member broke it is not known before the next exchange that succeeds: that member is
+        not in it.
         """
         for process in members:
             self._broken[process] += now - self._began

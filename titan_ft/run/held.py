@@ -15,7 +15,7 @@ from typing import IO
 from titan_ft.run.paths import RunPaths
 
 RETRY_SECONDS = 0.2
-"""How long `hold` retries: `is_held` of another process, such as `top`, locks the file for a moment."""
+"""How long `hold` retries: `is_held` in `top` or `check` locks the file for a moment."""
 
 
 def hold(config: IO[str]) -> bool:
@@ -39,7 +39,7 @@ def hold(config: IO[str]) -> bool:
 
 
 def is_held(paths: RunPaths) -> bool | None:
-    """Return whether a launch occupies the run folder; None if unknown, as without locks or config."""
+    """Return whether a launch occupies the run folder; None if unknown, as without locks."""
     try:
         with paths.config.open(encoding="utf-8") as config:
             # A shared lock: with exclusive ones, `check` and `top` at the same moment would each
