@@ -413,7 +413,7 @@ class Rank:
         """
         late = self.world.thawed or any(isinstance(fault, LATE_ANSWERS) for fault in self.world.faults)
         if not (self.config.semi_sync_method or late):
-            self.world.waits.judge(self, made, self._rounds.waits._last)
+            self.world.waits.judge(self, made, self._rounds.waits._last_waits)
 
     def _train(self) -> None:
         dimension, world = self.dimension, self.world
