@@ -78,6 +78,17 @@ def test_nothing_ended_by_itself(good_run: Any, tmp_path: Path) -> None:
     assert not any("group 0" in line for line in show_logs(RunRecord(good_run.events), tmp_path, 1, 1)[1:])
 
 
+def test_a_frozen_group_that_was_given_up(synthetic_run: Any, tmp_path: Path) -> None:
+    """No worker of it ended by itself, and it is the one that a reader asks about."""
+    run = synthetic_run(2, steps=40)
+    run.begin()
+    run.steps(5)
+    run.tell("replica_gave_up", 1, replica=1, attempt=0, cause="lost", reason="it was silent", log="", error="")
+    lines = show_logs(RunRecord(run.events), tmp_path, None, 30)
+    assert lines[2] == "it was silent"
+    assert lines[3].startswith("  group 1, attempt 0, after step 5, at ")
+
+
 def test_dead_agent(synthetic_run: Any, tmp_path: Path) -> None:
     """Of a group whose agent was killed the agent's log is shown: no rank of it ended by itself."""
     run = synthetic_run(3, steps=40)

@@ -245,7 +245,7 @@ class RunFold:
             case ev.ReplicaGaveUp():
                 group.state = "given up"
                 if group.reason is None:
-                    group.reason = Reason(
+                    group.reason = group.last_reason = Reason(
                         event.error or event.reason,
                         group.slot,
                         event.rank,
