@@ -347,6 +347,10 @@ CONFIGS = [
         toml='flavor = "debugmodel" -> flavor = "debug"',
     ),
     Mistake(
+        "config llama3_debug -- --optimizer.name=Adamw",
+        "titan-ft: optimizer.name must be one of Adam, AdamW, got 'Adamw'; did you mean Adam? set it",
+    ),
+    Mistake(
         "config mine.toml",
         "titan-ft: training.dataset must be one of ..., c4, c4_test, c4_validation, got 'austin'; did you mean austen? "
         "set it",

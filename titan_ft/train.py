@@ -31,7 +31,7 @@ from titan_ft.run.marks import mark_end_in_order, mark_training
 from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.output import protect_output
 from titan_ft.training.divisions import check_ranks
-from titan_ft.training.job_config import digest_config, prepare_config, read_config
+from titan_ft.training.job_config import check_paths, digest_config, prepare_config, read_config
 
 # What a worker imports only on its way to the first step; `preload` does so before.
 IMPORTED_LATER = (
@@ -99,7 +99,16 @@ def check(args: Sequence[str]) -> None:
     """
     with _gpus_left_alone():
         job_config = prepare_config(*args)
-        if job_config.experimental.custom_import and (mistake := ask_fork(lambda: _find_mistake(args))):
+        check_paths(job_config)
+        module = job_config.experimental.custom_import
+        mistake = ask_fork(lambda: _find_mistake(args)) if module else ""
+        if mistake is None:
+            # A worker that ended with status 0 in its import would count as one that had finished.
+            raise ConfigError(
+                f"experimental.custom_import must be a module that can be imported, got {module!r}, which ends the "
+                "process; correct it"
+            )
+        if mistake:
             raise ConfigError(mistake)
         if job_config.fault_tolerance.enable:
             from titan_ft import device

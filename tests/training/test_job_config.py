@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from titan_ft.config import ConfigError
+from titan_ft.train import check
 from titan_ft.training.checkpoint_folder import INDEX
-from titan_ft.training.job_config import read_config
+from titan_ft.training.job_config import check_paths, read_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"
 
@@ -68,3 +69,43 @@ def test_a_table_of_files_that_torchtitan_reads_is_taken(tmp_path: Path, text: s
     (tmp_path / INDEX).write_text(text)
     config = read_config(f"--job.config_file={CONFIG}", f"--model.hf_assets_path={tmp_path}")
     assert config.model.hf_assets_path == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--training.dataset_path=nowhere"],
+            "training.dataset_path must be an existing .txt or .txt.gz file, got 'no",
+        ),
+        (
+            ["--checkpoint.enable", "--checkpoint.initial_load_path=nowhere"],
+            "checkpoint.initial_load_path must be the folder of a checkpoint, got 'nowhere', which is none",
+        ),
+    ],
+)
+def test_paths_that_lead_nowhere_are_found_before_a_worker_is_started(
+    tmp_path: Path, flags: list[str], message: str
+) -> None:
+    """Other hosts may lack them: `titan-ft config` reads the config all the same."""
+    own = f"--job.dump_folder={tmp_path}"
+    config = read_config(f"--job.config_file={CONFIG}", own, *flags)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_paths(config)
+
+
+def test_a_path_that_is_not_looked_at_may_lead_nowhere(tmp_path: Path) -> None:
+    """A run with checkpoints of its own does not load the first one again."""
+    (tmp_path / "checkpoint").mkdir()
+    own = [f"--job.dump_folder={tmp_path}", "--checkpoint.folder=checkpoint", "--checkpoint.enable"]
+    check_paths(read_config(f"--job.config_file={CONFIG}", *own, "--checkpoint.initial_load_path=nowhere"))
+
+
+@pytest.mark.parametrize("end", ["_exit(0)", "_exit(3)"])
+def test_a_module_that_ends_the_process_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """Each worker ended with status 0 in the import, which counted as a job that had finished."""
+    (tmp_path / f"ends_{end[6]}.py").write_text(f"import os\nos.{end}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = [f"--job.config_file={CONFIG}", f"--experimental.custom_import=ends_{end[6]}"]
+    with pytest.raises(ConfigError, match="which ends the process"):
+        check(flags)

@@ -99,8 +99,8 @@ def check(module: str, args: Sequence[str]) -> None:
         return
 
 
-def ask_fork(question: Callable[[], str]) -> str:
-    """Return a fork's answer, a line; empty if it ended without one.
+def ask_fork(question: Callable[[], str]) -> str | None:
+    """Return a fork's answer, a line; empty if an exception or a signal ended it, None if the question called exit.
 
     Whatever the question imports, starts or breaks is gone with the fork.
     """
@@ -116,6 +116,7 @@ def ask_fork(question: Callable[[], str]) -> str:
             os.write(writes, question().encode(errors="replace")[: MAX_ANSWER - 1] + b"\n")
         except BaseException:  # noqa: BLE001  # process edge
             traceback.print_exc()
+            os.write(writes, b"\n")
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -124,7 +125,9 @@ def ask_fork(question: Callable[[], str]) -> str:
     with open(reads, "rb", buffering=0) as pipe:
         # One read, not to the end: a process that the fork has started may keep the other end open.
         answer = pipe.read(MAX_ANSWER) or b""
-    os.waitpid(pid, 0)
+    _, status = os.waitpid(pid, 0)
+    if not answer and os.WIFEXITED(status):
+        return None
     return answer.decode(errors="replace").strip()
 
 

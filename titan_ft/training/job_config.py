@@ -142,12 +142,37 @@ def _unknown_flag(name: str, known: list[str]) -> str:
     return f"{name.replace('-', '_').replace('__', '--', 1)} is no flag of torchtitan; {hint}correct or remove it"
 
 
+def check_paths(job_config: Any) -> None:
+    """Check the files that the workers would look for. Only on a host of the job: other hosts may lack them.
+
+    Raises:
+        ConfigError: one is not there.
+    """
+    from titan_ft.data.datasets import KNOWN
+
+    training, checkpoint = job_config.training, job_config.checkpoint
+    text = training.dataset_path
+    if training.dataset in KNOWN and text and not os.path.isfile(text):
+        raise ConfigError(
+            f"training.dataset_path must be an existing .txt or .txt.gz file, got {text!r}; correct it, or leave it out"
+        )
+    own = os.path.join(job_config.job.dump_folder, checkpoint.folder)
+    first = checkpoint.initial_load_path
+    # torchtitan does not look at it once the run has checkpoints of its own.
+    if checkpoint.enable and first and not os.path.exists(own) and not os.path.isdir(first):
+        raise ConfigError(
+            f"checkpoint.initial_load_path must be the folder of a checkpoint, got {first!r}, which is none; correct "
+            "it, or leave it out"
+        )
+
+
 def _check_model(job_config: Any) -> None:
     """Check the names that torchtitan would look up only later, in each rank and again at each restart.
 
     Raises:
         ConfigError: there is no such model, flavor, validator, dataset or tokenizer, or a bad table of files.
     """
+    from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
     from torchtitan.components.tokenizer import build_hf_tokenizer
     from torchtitan.experiments import _supported_experiments
     from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
@@ -174,6 +199,8 @@ def _check_model(job_config: Any) -> None:
         )
     if spec.build_dataloader_fn is build_text_dataloader:
         _check_name("training.dataset", job_config.training.dataset, DATASETS)
+    if spec.build_optimizers_fn in (build_optimizers, build_optimizers_with_moe_load_balancing):
+        _check_name("optimizer.name", job_config.optimizer.name, ("Adam", "AdamW"))
     if spec.build_tokenizer_fn is build_hf_tokenizer and not os.path.isdir(model.hf_assets_path):
         raise ConfigError(
             f"model.hf_assets_path must be the folder of a tokenizer, got {model.hf_assets_path!r}, which is none; "
