@@ -22,6 +22,7 @@ from titan_ft.history import timeline as timelines
 from titan_ft.history.audit import audit
 from titan_ft.history.goodput import goodput
 from titan_ft.history.incidents import find_incidents
+from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import RunRecord
 from titan_ft.history.summary import summarize
 from titan_ft.history.timeline import timeline
@@ -81,6 +82,18 @@ def test_a_run_goes_on_while_its_launch_lives(good_run: Any, tmp_path: Path) -> 
         assert hold(config)  # as of a launch that has said its last word
         write_events(tmp_path, good_run.events, newest=time.time())
         assert not RunRecord.read(paths.events).goes_on
+
+
+def test_a_run_whose_groups_are_all_frozen_is_not_green(good_run: Any, tmp_path: Path) -> None:
+    """Nobody is left to report them as lost; the launcher lives, and no event comes."""
+    begun = [event for event in good_run.events if good_run.events.index(event) < 200]
+    paths = RunPaths(tmp_path)
+    for age, colour in ((3.0, "green"), (60.0, "amber")):
+        write_events(tmp_path, begun, newest=time.time() - age)
+        with paths.config.open("a", encoding="utf-8") as config:
+            assert hold(config)
+            found = find_outcome(RunRecord.read(paths.events))
+        assert (found.kind, found.colour, "; no event for 6" in found.headline) == ("running", colour, age > 10)
 
 
 def test_a_look_refuses_no_launch(tmp_path: Path) -> None:

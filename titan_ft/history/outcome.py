@@ -9,7 +9,7 @@ contradict each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from titan_ft.history.fold import ENDED, GroupFold, Reason, RunFold
@@ -85,7 +85,12 @@ class Outcome:
 @view
 def find_outcome(record: RunRecord) -> Outcome:
     """Return the outcome of a recorded run."""
-    return decide_outcome(record.fold, goes_on=record.goes_on)
+    outcome = decide_outcome(record.fold, goes_on=record.goes_on)
+    if outcome.kind != "running" or not outcome.step or not record.silent_seconds:
+        return outcome
+    # All groups may be frozen at once: then no group is left that could report the others as lost.
+    headline = f"{outcome.headline}; no event for {record.silent_seconds:.0f} s"
+    return replace(outcome, headline=headline, colour="amber")
 
 
 def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:

@@ -98,15 +98,18 @@ class RunRecord:
         events: of all processes.
         cut: names of the files whose writers had more to write than there is (see `run/appender.py`).
         goes_on: whether the run went on when its events were read, so that more of them follow.
+        silent_seconds: of a run that goes on, the age of its last event then; 0 if that is no longer than usual.
 
     Attributes:
         written: the events as their processes wrote them, in the order of their wall clocks.
     """
 
-    def __init__(self, events: Iterable[ev.Event], cut: Iterable[str] = (), *, goes_on: bool = False) -> None:
+    def __init__(
+        self, events: Iterable[ev.Event], cut: Iterable[str] = (), *, goes_on: bool = False, silent_seconds: float = 0.0
+    ) -> None:
         self.written = sorted(events, key=lambda event: event.time)
         self.cut = tuple(cut)
-        self.goes_on = goes_on
+        self.goes_on, self.silent_seconds = goes_on, silent_seconds
         self.views: dict[Callable[..., Any], Any] = {}
 
     @classmethod
@@ -125,7 +128,9 @@ class RunRecord:
         if not _goes_on(record, RunPaths(folder.parent), now):
             return record
         settled = [event for event in record.written if event.time <= now - SETTLED_SECONDS]
-        return cls(settled or record.written, goes_on=True)
+        age = now - record.written[-1].time
+        is_silent = age > max(SILENT_SECONDS, 2 * (record.usual_step_seconds or 0.0))
+        return cls(settled or record.written, goes_on=True, silent_seconds=age if is_silent else 0.0)
 
     @cached_property
     def events(self) -> list[ev.Event]:
