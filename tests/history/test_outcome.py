@@ -381,3 +381,13 @@ def test_all_groups_leave(synthetic_run: Any) -> None:
     fold = fold_events(run.events)
     assert fold.failures == []
     assert decide_outcome(fold, goes_on=True).stopped_by == ""
+
+
+def test_who_stopped_groups_without_a_launcher(synthetic_run: Any) -> None:
+    """The groups that left say who asked, also if a group that had died wrote the last event."""
+    run = started(synthetic_run, 7)
+    run.of("drained", 0, step=7, reason="SIGTERM", in_order=True, digest=None, lineage=run.state)
+    run.now += 1.0
+    run.exit(1, **BOOM)
+    without_launcher(run)
+    assert outcome(run).headline.startswith("Stopped by SIGTERM at step 7 of 40")

@@ -21,6 +21,7 @@ from titan_ft.run.events import LaunchFinished
 Kind = Literal["running", "finished", "stopped", "failed", "never began", "unknown"]
 """How a run ended.
 
+"never began" if groups failed before the first update, also if somebody stopped the run then;
 "unknown" if the launcher or the groups are gone, and no event says how they ended.
 """
 Colour = Literal["green", "amber", "red"]
@@ -28,7 +29,7 @@ Colour = Literal["green", "amber", "red"]
 SAME_CAUSE_SECONDS = 60.0
 """Failures of several groups within this time are taken to have one cause."""
 LOST_SECONDS = 60.0
-"""Without a launcher, a group is lost if it had no event for this long while others train."""
+"""Without a launcher, a group that failed is lost after this many seconds without its events."""
 _SIGNALS = {"SIGINT": "Ctrl-C", "SIGHUP": "a closed terminal"}
 """Signals that stop a launch, as people call them; other signals keep their names."""
 
@@ -105,6 +106,7 @@ def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
     if reasons and _needs_reason(fold, kind):
         reason = reasons[0]
     stopped_by = ""
+    # A launch that was stopped may also end as "finished" or "never began": keep who stopped it.
     if kind == "stopped" or fold.stopping is not None:
         stopped_by = _find_stopped_by(fold)
     lost = tuple(_find_lost_groups(fold, kind))
@@ -124,10 +126,12 @@ def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
 
 
 def _find_kind(fold: RunFold, *, goes_on: bool) -> Kind:
+    # A launcher that is gone without an event of its end leaves the outcome unknown.
     if not _is_over(fold, goes_on=goes_on):
         return "running" if goes_on else "unknown"
     end = fold.launch_end
     states = {group.state for group in fold.groups.values()}
+    # One group that made the last step finishes the run, whatever became of the others.
     if "finished" in states:
         return "finished"
     if end is None:
@@ -139,12 +143,13 @@ def _find_kind(fold: RunFold, *, goes_on: bool) -> Kind:
         return "never began" if has_failed_to_begin else "stopped"
     if end.code != 0:
         return "failed" if has_trained else "never began"
-    # On a full disk the last events of the groups are missing: the launcher's exit status counts.
-    # But groups that never made an update cannot have finished.
+    # Exit status 0. On a full disk the groups' last events are missing: the exit status counts, even
+    # if no group wrote any event. But groups that wrote events and no update did not finish.
     return "finished" if has_trained or not states else "unknown"
 
 
 def _is_over(fold: RunFold, *, goes_on: bool) -> bool:
+    """Return whether the launch announced its end; without a launcher, whether all groups ended."""
     if fold.launched:
         return fold.launch_end is not None
     return fold.ended or not goes_on
@@ -173,6 +178,7 @@ def _find_reasons(fold: RunFold) -> tuple[Reason, ...]:
 
     Exceptions that differ only in numbers are one cause.
     """
+    # The fold clears a group's reason when the group contributes to an update again.
     reasons = [group.reason for group in fold.groups.values() if group.reason is not None]
     latest = max((reason.time for reason in reasons), default=0.0)
     reasons.sort(key=lambda reason: _priority(reason, latest))
@@ -206,13 +212,15 @@ def _find_lost_groups(fold: RunFold, kind: Kind) -> list[LostGroup]:
     lost = []
     for group in fold.groups.values():
         if _is_lost(fold, group, kind):
+            # `silence`: what the other groups reported of a group that wrote no event of its end.
             reason = group.reason or group.silence
             lost.append(LostGroup(group.slot, _last_step(fold, group), reason))
     return lost
 
 
 def _last_step(fold: RunFold, group: GroupFold) -> int | None:
-    """Return torchtitan's step after the last update of a group; None if the group made none."""
+    """Return torchtitan's step number at a group's last update; None if the group made none."""
+    # `step`: the group's own last commit. `took_part`: the last update that others shared with it.
     updates = [update for update in (group.step, group.took_part) if update is not None]
     if not updates:
         return None
@@ -230,8 +238,10 @@ def _is_lost(fold: RunFold, group: GroupFold, kind: Kind) -> bool:
         # Exit status 0 means that all agents ended well, so a group that was still coming back when
         # the others finished is not lost.
         return end is None or end.code != 0
-    if fold.launched or kind not in ("running", "stopped"):
+    if fold.launched:
         return False  # a launcher restarts its groups, and writes an event when it gives one up
+    if kind not in ("running", "stopped"):
+        return False  # the headline says that the whole run failed or is gone
     quiet_seconds = fold.last_event - group.last_event
     return group.failure is not None and quiet_seconds > LOST_SECONDS
 
@@ -244,9 +254,9 @@ def _find_stopped_by(fold: RunFold) -> str:
         return _SIGNALS.get(end.signal, end.signal)
     if fold.stopping is not None or not fold.groups:
         return ""  # a launch that is still stopping says at its end who asked
-    # Without a launcher, each group that left says who asked.
-    last_group = max(fold.groups.values(), key=lambda group: group.last_event)
-    return last_group.leave_reason
+    # Without a launcher, each group that left says who asked; groups that died know nothing of it.
+    left = [group for group in fold.groups.values() if group.state == "left"]
+    return max(left, key=lambda group: group.last_event).leave_reason if left else ""
 
 
 def _headline(
@@ -288,7 +298,7 @@ def _describe_progress(fold: RunFold, step: int) -> str:
 
 
 def _failed_step(fold: RunFold, step: int) -> int:
-    """Return the step in which the run failed: the step after its last update, at most the last."""
+    """Return the step that the run did not complete: its last step plus 1, at most the target."""
     next_step = step + 1
     return min(next_step, fold.target) if fold.target else next_step
 
@@ -311,6 +321,7 @@ def _describe_finish(fold: RunFold, step: int, *, has_lost: bool) -> str:
         if left:
             text += f"; {name_groups(left)} left before"
     end = fold.launch_end
+    # Groups that were lost already explain the exit status.
     if end is not None and _has_failed(end) and not has_lost:
         text += f", but the launch ended with exit status {end.code}: {end.reason}"
     return text

@@ -345,6 +345,7 @@ class AgentKeeper:
         # workers: the events of two attempts would be taken for one.
         self._latest_attempt = max(self._latest_attempt + 1, self._paths.next_attempt(self.slot))
         self._restart_time = None
+        self._start_error = ""
         try:
             self._agent = self._start(self._latest_attempt, reason)
         except OSError as error:
@@ -359,7 +360,10 @@ class AgentKeeper:
 
 
 def is_death(code: int) -> bool:
-    """Return whether an agent died unexpectedly: its group neither finished nor was given up."""
+    """Return whether an agent died unexpectedly: its group neither finished nor was given up.
+
+    Any other exit status is the agent's own decision, and the agent wrote an event before.
+    """
     return code < 0 or code == AGENT_CRASHED_CODE
 
 
