@@ -156,8 +156,9 @@ class Group(_OfGroup):
 
     Options that are left out are taken from Slurm's environment, where there is one. What follows a -- goes to the
     workers as torchtitan's own flags. TITAN_FT_TOKEN, a secret that all groups share, must be set unless every address
-    is on this host. The exit status is 0 when the group finished or left in order, 1 when training failed, 2 when the
-    usage or the config is wrong, 3 when the group must not come back, 4 when it should go on on another host.
+    is on this host. The exit status is 0 when the group finished, 1 when training failed or SIGTERM stopped it, 2 when
+    the usage or the config is wrong, 3 when the group must not come back, 4 when it should go on on another host, 130
+    after Ctrl-C.
 
     Example: titan-ft group llama3_8b --replica 0 --replicas 2 --ranks-per-node 8 --lighthouse http://10.0.0.1:29510
     --run-dir /shared/runs/1

@@ -291,6 +291,32 @@ def test_a_group_serves_its_figures_and_is_not_finished_when_it_is_sent_away(run
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
+def test_a_group_that_is_stopped_says_so_in_one_line(run: Any, signum: signal.Signals, status: int) -> None:
+    """It was a traceback of thirty lines, and status 1 for Ctrl-C."""
+    crash = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+    crash += "signal.signal(signal.SIGINT, lambda *_: sys.exit(0))\n(paths.root / 'ready').touch()\ntime.sleep(60)"
+    process = torchrun(run, crash, "--standalone", ranks=1)
+    run.wait_until(lambda: (run.paths.root / "ready").exists(), 60.0, "the worker would leave in order")
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert f"titan_ft: this group was stopped by {signum.name}\n" in errors
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_among_the_imports_is_no_traceback(run: Any) -> None:
+    """They take seconds."""
+    process = run.start("-v", "-m", "titan_ft.launch.torchrun", "--help")
+    for line in process.stderr:
+        if line.startswith("import 'torch'") or "import torch._" in line or "import 'torch." in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT  # which a shell calls 130
+    assert "Traceback" not in errors
+
+
 def test_a_place_for_metrics_that_is_none_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -320,6 +320,14 @@ def test_columns_are_explained() -> None:
     assert not any("SIGABRT" in line for line in text)
 
 
+def test_the_columns_are_explained_on_a_small_terminal_too() -> None:
+    """Rows of groups make room: of two columns in three nothing was said on 24 lines."""
+    text = shown(story(), 80, 24, now=36.0, help=True)
+    for explained in ("x others    own s, as a multiple", "restarts    how often", "host        host of its rank 0"):
+        assert any(line.startswith(explained) for line in text)
+    assert len(text) <= 24
+
+
 def test_terminal_without_unicode() -> None:
     """Where the terminal knows ASCII only, nothing else is drawn."""
     assert "".join(shown(story(), 60, 24, ascii_only=True)).isascii()

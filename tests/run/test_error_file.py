@@ -149,6 +149,7 @@ def test_a_file_that_cannot_be_written(path: Path, monkeypatch: pytest.MonkeyPat
     [
         ("E: ", "E:"),
         ("E: \n  first\nsecond", "E: first"),
+        ("E: \x1b[31mred\x1b[0m \x07and\x1b]0;title", "E: red and]0;title"),
         ("E: " + "x" * 500, "E: " + "x" * 397 + "..."),
         ("", ""),
     ],

@@ -16,10 +16,15 @@ agents of its other nodes end as well, when they want to restart.
 
 from __future__ import annotations
 
+import signal
+
+# A Ctrl-C among the imports, which take seconds, was a traceback of torch's. A job in a shell's background ignores it.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import functools
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -37,6 +42,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
@@ -431,8 +437,16 @@ def _setting(flags: Mapping[str, str], name: str, usual: Any) -> Any:
 
 
 def main() -> int:
-    """Return 0 when the workers finished, 2 or 3 as a worker did, 4 on a suspected host (`restart_policy`), else 1."""
+    """Run torchrun with the agent of this module.
+
+    Returns:
+        0 when the workers finished, 2 or 3 as a worker did, 4 on a suspected host (`restart_policy`), 130 after Ctrl-C,
+        else 1. So also after SIGTERM: Kubernetes would take a pod that ends with 0 for a group that has finished, and
+        Slurm's script would requeue a job that the user cancelled for a status above 128.
+    """
     protect_output()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as who started this may leave it, no worker's end is seen
     try:
         split_address(os.environ.get(PORT_ENV, "0") or "0")
@@ -445,6 +459,10 @@ def main() -> int:
         torch_run.run(torch_run.parse_args(sys.argv[1:]))
     except ChildFailedError:
         return GroupAgent.status  # told by the agent
+    except SignalException as stopped:  # the agent has passed it on to the workers, and waited for them
+        signum = signal.Signals(stopped.sigval)
+        print(f"titan_ft: this group was stopped by {signum.name}", file=sys.stderr)
+        return 128 + signum if signum == signal.SIGINT else 1
     except RendezvousClosedError:
         print("titan_ft: another node of this replica group has given up; see its output", file=sys.stderr)
         return 1

@@ -53,7 +53,7 @@ class Screen:
     ranks: bool = False
     """Whether the ranks have a table."""
     help: bool = False
-    """Whether the columns are explained, in place of what happened."""
+    """Whether the columns are explained, in place of what happened and of groups that have no room beside it."""
 
 
 def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: bool = True) -> Group:
@@ -75,10 +75,14 @@ def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: boo
         rows, num_lines, room_of_ranks = len(run.groups), NUM_LINES, 10 * len(run.ranks.known) + 2
     else:
         room = max(0, screen.height - len(head) - 2)  # the table's head, and an empty line
+        if screen.help:
+            hosts = []  # no room: of two columns in three nothing was said on a terminal of 24 lines
         if hosts:
             hosts = _hosts(figures, screen.width, min(MAX_HOSTS, room // 4 - 2))
         room -= len(hosts)
         rows = min(len(run.groups), max(room - NUM_LINES, room - room // 3) if history else room)
+        if screen.help:
+            rows = max(min(rows, 1), min(rows, room - len(_explained(screen.width))))
         room_of_ranks = max(0, room - rows - MIN_LINES)
         num_lines = room - rows
     shown, hidden = _shown(run, rows)

@@ -81,6 +81,10 @@ _FRAME = re.compile(r'^[ |]+File "(.+)", line (\d+)', re.MULTILINE)
 _ADDRESSES_AND_NUMBERS = re.compile(r"0x[0-9a-f]+|\b(?=\w*\d)[0-9a-f]{6,}\b|\btmp\w+|\d+(?:\.\d+)*", re.IGNORECASE)
 
 
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0e-\x1b\x7f]")
+"""Colours and other commands to a terminal, which `titan-ft logs` and `launch` would carry out."""
+
+
 @dataclass(frozen=True)
 class WorkerError:
     """The exception that ended a worker."""
@@ -260,6 +264,6 @@ def _http_status(error: BaseException) -> object:
 
 def _first_line(text: str) -> str:
     """Return the first line that says something; a type alone is joined with the line after it."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in _CONTROL.sub("", text).splitlines() if line.strip()]
     found = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return found if len(found) <= _MAX_CHARACTERS else f"{found[:_MAX_CHARACTERS]}..."
