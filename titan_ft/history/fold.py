@@ -114,6 +114,8 @@ class GroupFold:
     """The report of another group that this group is lost; None once this group is heard again."""
     num_failed_attempts: int = 0
     """Failed attempts since the group last contributed to an update."""
+    has_announced_end: bool = False
+    """Whether the group itself announced that the run made its last step."""
     leave_reason: str = ""
     """Who asked the group to leave, such as "SIGTERM"; empty if nobody did."""
     last_contribution: float = 0.0
@@ -302,6 +304,7 @@ class RunFold:
             case ev.TrainingFinished() | ev.CameTooLate():
                 group.state = "finished"
                 group.step = event.step
+                group.has_announced_end = True
 
     def _apply_commit(self, group: GroupFold, event: ev.StepCommitted) -> None:
         """Apply a commit that `group` announces."""

@@ -346,9 +346,9 @@ def _find_colour(fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup]
 
 def _misses_last_events(fold: RunFold, step: int) -> bool:
     """Return whether a finished run has no events of its last steps, as on a full disk."""
-    for group in fold.groups.values():
-        if group.state == "finished" and group.step is not None:
-            return False
+    # An agent may announce the exit of a worker whose own last events were lost: no proof of a step.
+    if any(group.has_announced_end for group in fold.groups.values()):
+        return False
     return fold.target is not None and step < fold.target
 
 
