@@ -72,8 +72,8 @@ class Reason:
 
 
 @dataclass
-class Failure:
-    """A failure, as defined at the top of this module."""
+class FailureSpan:
+    """When a failure, as defined at the top of this module, began and ended; `incidents` adds its cost."""
 
     slot: int | None
     """The group that dropped out; None for a broken exchange."""
@@ -122,7 +122,7 @@ class GroupFold:
     """Unix seconds of the last commit to which the group contributed; 0 without any."""
     contributes: bool = False
     """Whether the group contributed to its last update and has not ended or dropped out since."""
-    failure: Failure | None = None
+    failure: FailureSpan | None = None
     """The failure from which the group has not come back yet."""
 
     @property
@@ -144,7 +144,7 @@ class RunFold:
     """
 
     def __init__(self) -> None:
-        self.failures: list[Failure] = []
+        self.failures: list[FailureSpan] = []
         self._reset(0)
 
     def _reset(self, num_groups: int) -> None:
@@ -330,7 +330,7 @@ class RunFold:
         # A group that fails or leaves breaks exchanges, and its failure is counted already.
         is_explained = bool(missing) or any(other.is_away for other in self.groups.values())
         if broken is not None and not is_explained:
-            self.failures.append(Failure(None, event.attempt, broken, broken, away=False, back=event.time))
+            self.failures.append(FailureSpan(None, event.attempt, broken, broken, away=False, back=event.time))
 
     def _is_known(self, event: ev.StepCommitted) -> bool:
         """Return whether another group announced this commit before; note it if not."""
@@ -356,7 +356,7 @@ class RunFold:
             earlier.died = earlier.died or died
             return
         since = group.last_contribution or time
-        group.failure = Failure(group.slot, group.attempt, time, since, died=died)
+        group.failure = FailureSpan(group.slot, group.attempt, time, since, died=died)
         self.failures.append(group.failure)
 
     def _come_back(self, group: GroupFold, event: ev.StepCommitted) -> None:

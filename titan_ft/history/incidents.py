@@ -30,7 +30,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from titan_ft.history.attempts import Attempt, Fault, microseconds
-from titan_ft.history.fold import Failure as Dropout
+from titan_ft.history.fold import FailureSpan
 from titan_ft.history.record import RunRecord, view
 from titan_ft.run.events import DigestMismatch, Event, HealFinished, LinkDead, PeerSilent, StepCommitted
 
@@ -208,7 +208,7 @@ class _Open(Cause):
     fault: Fault | None
     ended: list[Attempt] = field(default_factory=list)
     """The attempts that ended of it."""
-    dropped: list[Dropout] = field(default_factory=list)
+    dropped: list[FailureSpan] = field(default_factory=list)
     """The failures of it in which no attempt ended."""
 
 
@@ -314,7 +314,7 @@ def _open_incidents(record: RunRecord) -> list[_Open]:
     return found
 
 
-def _open_of(dropout: Dropout, found: list[_Open], record: RunRecord) -> _Open:
+def _open_of(dropout: FailureSpan, found: list[_Open], record: RunRecord) -> _Open:
     """Return the fault that a failure follows from in which no attempt ended, or else a new incident of its own."""
     time, slot = round(dropout.time * 1e6), dropout.slot
     patience = round((EFFECT_SECONDS if slot is not None else BREAK_SECONDS) * 1e6)
@@ -330,7 +330,7 @@ def _open_of(dropout: Dropout, found: list[_Open], record: RunRecord) -> _Open:
     return new
 
 
-def _name_dropout(dropout: Dropout, record: RunRecord) -> str:
+def _name_dropout(dropout: FailureSpan, record: RunRecord) -> str:
     """Return what was seen of a group that the others went on without although it lived."""
     if dropout.slot is None:
         return "exchange broke"
@@ -384,7 +384,7 @@ def _describe(
     commits: Commits,
     heals: Sequence[Heal],
     stall: float | None,
-    gone: Sequence[Dropout],
+    gone: Sequence[FailureSpan],
 ) -> Incident:
     """Find out when the groups were back, and put it all together."""
     time = one.time_us / 1e6
@@ -428,7 +428,7 @@ def _describe(
     )
 
 
-def _away_since(attempt: Attempt, time: float, gone: Sequence[Dropout]) -> float:
+def _away_since(attempt: Attempt, time: float, gone: Sequence[FailureSpan]) -> float:
     """Return since when a group is away whose attempt ended, in Unix seconds.
 
     One that hung or was frozen first is missing since the others went on without it, and not since its end.
@@ -437,7 +437,7 @@ def _away_since(attempt: Attempt, time: float, gone: Sequence[Dropout]) -> float
     return min([time, *(each.time for each in same)])
 
 
-def _describe_dropout(dropout: Dropout, one: _Open, stall: float | None, heals: Sequence[Heal]) -> Failure:
+def _describe_dropout(dropout: FailureSpan, one: _Open, stall: float | None, heals: Sequence[Heal]) -> Failure:
     """Return a failure in which no attempt ended. Its group is away from its last contribution, or from the fault."""
     begin, back = max(dropout.since, one.time_us / 1e6 if one.fault else 0.0), dropout.back
     rejoin = None if back is None or not dropout.away else max(0.0, back - begin)
