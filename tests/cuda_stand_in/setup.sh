@@ -1,10 +1,31 @@
 #!/usr/bin/env bash
 # Make .venv-cuda (torch's CUDA build, the other packages from .venv) and build the stand-in. Quick when nothing changed.
 # Source it: it sets STAND_IN_PYTHON, and what Python needs to load the stand-in in place of NVIDIA's libraries.
+# Several shells may source it at once: one makes the environment, the others wait.
 # Returns 3, with one line, where the wheel of torch cannot be had.
 
+stand_in_make_venv() { # VENV TORCH_VERSION PACKAGES STAMP
+    local venv=$1 torch_version=$2 packages=$3 stamp=$4 own
+    [[ ! -f $venv/stamp || $(<"$venv/stamp") != "$stamp" ]] || return 0 # another shell has made it meanwhile
+    echo "Setting up $venv with the CUDA build of torch $torch_version (0.5 GB the first time)"
+    rm -rf "$venv"
+    "$TITAN_FT_PYTHON" -m venv --without-pip "$venv" || return 1
+    # Without the user's settings of pip: a folder of wheels may have a build for CPU, which pip would prefer.
+    # --no-deps: NVIDIA's own libraries (2.8 GB) must be absent, torch would prefer them to the stand-in.
+    env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null "$TITAN_FT_PYTHON" -m pip --python "$venv/bin/python" install -qq --no-deps \
+        "torch==$torch_version" || {
+        rm -rf "$venv"
+        echo "the CUDA build of torch $torch_version cannot be had from here: nothing is tested on the stand-in for CUDA" >&2
+        return 3
+    }
+    own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return 1
+    # After pip, which would take the other environment's torch for an installed one.
+    echo "import site; site.addsitedir('$packages')" >"$own/packages.pth"
+    echo "$stamp" >"$venv/stamp"
+}
+
 stand_in_setup() {
-    local root here venv packages own torch_version
+    local root here venv packages torch_version stamp
     here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) || return 1
     root=$(cd "$here/../.." && pwd) || return 1
     source "$root/scripts/setup_env.sh" || return
@@ -12,21 +33,13 @@ stand_in_setup() {
 
     torch_version=$("$TITAN_FT_PYTHON" -c 'import importlib.metadata as m; print(m.version("torch").partition("+")[0])') || return
     packages=$("$TITAN_FT_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return
-    if [[ ! -f $venv/stamp || $(<"$venv/stamp") != "$torch_version $packages" ]]; then
-        echo "Setting up $venv with the CUDA build of torch $torch_version (0.5 GB the first time)"
-        rm -rf "$venv"
-        "$TITAN_FT_PYTHON" -m venv --without-pip "$venv" || return 1
-        # Without the user's settings of pip: a folder of wheels may have a build for CPU, which pip would prefer.
-        # --no-deps: NVIDIA's own libraries (2.8 GB) must be absent, torch would prefer them to the stand-in.
-        env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null "$TITAN_FT_PYTHON" -m pip --python "$venv/bin/python" install -qq --no-deps \
-            "torch==$torch_version" || {
-            rm -rf "$venv"
-            echo "the CUDA build of torch $torch_version cannot be had from here: nothing is tested on the stand-in for CUDA" >&2
-            return 3
-        }
-        own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return 1
-        echo "import site; site.addsitedir('$packages')" >"$own/packages.pth" # only now: pip would take its torch for this one
-        echo "$torch_version $packages" >"$venv/stamp"
+    stamp="$torch_version $packages"
+    if [[ ! -f $venv/stamp || $(<"$venv/stamp") != "$stamp" ]]; then
+        mkdir -p "$here/lib"
+        (
+            flock 9
+            stand_in_make_venv "$venv" "$torch_version" "$packages" "$stamp"
+        ) 9>"$here/lib/venv.lock" || return
     fi
     bash "$here/build.sh" "$venv" "$here/lib" || return 1
 
