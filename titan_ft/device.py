@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import platform
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titan_ft.config import ConfigError
+from titan_ft.pinned import PinnedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -279,16 +279,20 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
     }
 
 
-def empty_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def empty_host(numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.Tensor:
     """Allocate a flat host tensor, pinned where there is a GPU so that copies can be asynchronous.
 
     If the host has no such memory left, a line in the log says so, once, and the tensor is not pinned: the host then
     waits for copies from and to it.
+
+    Args:
+        keep: after the tensor's end, keep its memory for the next tensor of this size, until `release_host_memory`.
+            Without it the memory goes back to the host.
     """
     if not on_cpu():
         try:
-            return _pin(numel, dtype)
-        except RuntimeError as error:  # torch has no narrower one for it
+            return _pin(numel, dtype, keep)
+        except (RuntimeError, OSError) as error:  # neither torch nor Python has a narrower one for it
             reason = str(error).split("\n", 1)[0]
             if reason not in _unpinned:  # each bucket of each queued update may fail alike
                 _unpinned.add(reason)
@@ -304,32 +308,20 @@ def empty_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
 _unpinned: set[str] = set()  # why memory could not be pinned, as told
 
 
-def _pin(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, pin_memory=True)
+def _pin(numel: int, dtype: torch.dtype, keep: bool) -> torch.Tensor:
+    num_bytes = numel * dtype.itemsize
+    if num_bytes < _LARGE or not torch.cuda.is_available():
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+    return _pinned.take(num_bytes, keep=keep).view(dtype)
 
 
-def host_bytes(num_bytes: int) -> int:
-    """Return how much memory `empty_host` takes for so many bytes: torch rounds what it pins up to a power of two."""
-    return num_bytes if on_cpu() else 1 << max(0, num_bytes - 1).bit_length()
+_LARGE = 1 << 20  # bytes: what is smaller costs a host nothing, and torch keeps it
+_pinned = PinnedMemory()
 
 
-def release_host_memory(pending: Future[Any] | None = None) -> None:
-    """Give pinned memory that nobody uses any more back to the host; returns at once, and does nothing on a CPU.
-
-    On a thread of its own: to unpin many gigabytes takes seconds.
-
-    Args:
-        pending: makes memory that nobody wants: waited for, and given back too. The caller drops it.
-    """
-
-    def release(unwanted: list[Future[Any] | None]) -> None:
-        if (last := unwanted.pop()) is not None:
-            last.exception()
-            del last
-        torch.accelerator.empty_host_cache()
-
-    if not on_cpu():
-        threading.Thread(target=release, args=([pending],), name="titan_ft_unpin", daemon=True).start()
+def release_host_memory() -> None:
+    """Give back the memory that `empty_host` keeps; returns at once."""
+    _pinned.release()
 
 
 def free_bytes(where: torch.device) -> int:
@@ -358,7 +350,7 @@ def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
     Nothing is written into it: a stream that uses it first need not wait for the one that it is made on.
     """
     if device.type == "cpu":
-        return empty_host(numel, dtype)
+        return empty_host(numel, dtype, keep=True)
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False  # which deterministic algorithms (torchtitan's `debug`) have torch do

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,13 +36,13 @@ class Host:
         self.is_short = False
         self._training, self._pin = threading.current_thread(), device._pin
 
-    def pin(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def pin(self, numel: int, dtype: torch.dtype, keep: bool) -> torch.Tensor:
         """Stands in for `device._pin`."""
         self.asked.append(threading.current_thread() is self._training)
         assert self.gives.wait(DEADLINE)
         if self.is_short:
             raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
-        return self._pin(numel, dtype)
+        return self._pin(numel, dtype, keep)
 
 
 @pytest.fixture
@@ -126,10 +127,10 @@ def test_a_reserve_leaves_half_of_the_host_alone(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_ranks: int, reserves: bool
 ) -> None:
     """All ranks of the host look at the same moment, before any has taken its part: each counts for all of them."""
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * 1024)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * NUM_BYTES)
     memory = HostMemory(num_ranks)
     with caplog.at_level(logging.INFO):
-        memory.reserve(NUM_BYTES)  # of which torch makes 1024
+        memory.reserve(NUM_BYTES)
         assert host.accelerator.is_pinned(memory.take(NUM_BYTES))
     (line,) = caplog.messages
     assert ("are kept for copies" in line) is reserves
@@ -141,7 +142,7 @@ def test_memory_that_is_at_hand_is_not_scarce(host: Host, monkeypatch: pytest.Mo
     """What is being pinned is taken already; so is what was given back, a part, too. What is lent is not at hand."""
     memory = HostMemory(num_ranks=4)
     memory.reserve(NUM_BYTES)
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * 1024 - 1)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * NUM_BYTES - 1)
     assert not memory.is_scarce(NUM_BYTES)
     lent = memory.take(NUM_BYTES)
     assert memory.is_scarce(NUM_BYTES)
@@ -158,12 +159,18 @@ def test_memory_of_another_size_is_let_go_of_before_more_is_taken(host: Host, mo
     """A host that is short of it has no room for both."""
     memory = HostMemory()
     lent = memory.take(NUM_BYTES)
-    left, released = weakref.ref(lent), list[bool]()
-    monkeypatch.setattr(device, "release_host_memory", lambda: released.append(left() is None))
+    left, gone = weakref.ref(lent), list[bool]()
+    empty_host = device.empty_host
+
+    def note(*args: Any) -> torch.Tensor:
+        gone.append(left() is None)
+        return empty_host(*args)
+
+    monkeypatch.setattr(device, "empty_host", note)
     memory.give_back(lent)
     del lent
     memory.take(NUM_BYTES // 2)
-    assert released == [True]
+    assert gone == [True]
 
 
 def test_what_is_kept_is_told(host: Host, caplog: pytest.LogCaptureFixture) -> None:

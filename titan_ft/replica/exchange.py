@@ -257,7 +257,7 @@ class GradientExchange:
     @property
     def update_bytes(self) -> int:
         """Return the bytes of host memory that the copy of an update takes at most."""
-        return sum(device.host_bytes(bucket.num_bytes) for bucket in self._buckets)
+        return self.num_bytes
 
     @property
     def contributed(self) -> bool:
@@ -289,12 +289,14 @@ class GradientExchange:
             self._room = device.in_background(self._allocate, "titan_ft_room")
 
     def _allocate(self) -> list[torch.Tensor]:
-        return [device.empty_host(bucket.flat.numel(), bucket.flat.dtype) for bucket in self._buckets]
+        return [device.empty_host(bucket.flat.numel(), bucket.flat.dtype, keep=True) for bucket in self._buckets]
 
     def drop_room(self) -> None:
         """Let go of that memory, and of what copies had: none is made any more."""
-        device.release_host_memory(self._room)
+        if self._room is not None:
+            self._room.add_done_callback(_give_up)
         self._room, self._most_on_device = None, 0
+        device.release_host_memory()
 
     def reduced(self) -> Sums:
         """Copy the reduced gradients.
@@ -658,6 +660,13 @@ class _Flight:
         for columns, part in zip(received.chunk(number, -1), given.chunk(number, -1), strict=True):
             columns.copy_(operation(part.contiguous()))
         return received
+
+
+def _give_up(room: Future[list[torch.Tensor]]) -> None:
+    """Give memory back that was allocated for a copy which nobody makes."""
+    if room.exception() is None:
+        room.result().clear()  # the thread that made it may hold the list for longer
+    device.release_host_memory()
 
 
 def _broken(error: Exception) -> ExchangeError:

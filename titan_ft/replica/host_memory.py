@@ -68,7 +68,7 @@ class HostMemory:
     def _find_scarce(self, num_bytes: int) -> int | None:
         """Return what the host has left if that is scarce for so much on all ranks."""
         free = free_bytes()
-        return free if free is not None and self._num_ranks * device.host_bytes(num_bytes) > free / 2 else None
+        return free if free is not None and self._num_ranks * num_bytes > free / 2 else None
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Lend memory for a copy: what is at hand, if it is as large; waits for what is being pinned."""
@@ -80,8 +80,7 @@ class HostMemory:
         if memory is not None:
             if memory.numel() == num_bytes:
                 return memory
-            del memory, reserved  # before more is taken
-            device.release_host_memory()
+            del memory, reserved  # before more is taken: the host may have no room for both
         return device.empty_host(num_bytes, torch.uint8)
 
     def give_back(self, memory: torch.Tensor) -> None:
@@ -89,9 +88,6 @@ class HostMemory:
         with self._changing:
             if self._spare is None:
                 self._spare = memory
-                return
-        del memory
-        device.release_host_memory()
 
     def close(self) -> None:
         """Let go of the memory; waits for the thread."""

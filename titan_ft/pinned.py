@@ -1,0 +1,130 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Large blocks of pinned host memory, owned by this package, for CUDA and ROCm.
+
+torch pins host memory as well. But `torch.accelerator.empty_host_cache` holds Python's lock while
+the driver unpins: for seconds no thread of the process ran, and the other groups waited in the
+exchange. torch's allocator holds its own lock meanwhile, which every asynchronous copy needs. It
+also rounds each block up to a power of two. (tests/cuda/test_host_memory.py)
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import queue
+import threading
+import weakref
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    memory: mmap.mmap
+    keep: bool  # for the next tensor of this size
+
+    @property
+    def address(self) -> int:
+        return torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+
+
+class PinnedMemory:
+    """Makes tensors in pinned memory, and unpins the memory after their end; for one GPU. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._kept: defaultdict[int, list[_Block]] = defaultdict(list)  # by size
+        # Blocks whose tensor has ended. None: a call of `release`.
+        self._left: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
+
+    def take(self, num_bytes: int, *, keep: bool) -> torch.Tensor:
+        """Return a flat tensor of uint8; nothing is written into it.
+
+        Args:
+            keep: after the tensor's end, keep its memory for the next tensor of this size, until `release`.
+
+        Raises:
+            RuntimeError, OSError: the host has no such memory left.
+        """
+        device = torch.cuda.current_device()
+        block = None
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, args=(device,), name="titan_ft_unpin", daemon=True)
+                self._thread.start()
+            if keep and self._kept[num_bytes]:
+                block = self._kept[num_bytes].pop()
+        if block is None:
+            block = _pin(num_bytes, device, keep)
+        view = memoryview(block.memory)
+        # A tensor ends on any thread and in any line: a garbage collection may end it while this
+        # thread holds `_lock`, or a lock of `threading`. `put` needs neither.
+        # In a forked child no thread serves the queue, so the child unpins and unmaps nothing.
+        weakref.finalize(view, self._left.put, block).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Give what is kept back to the host; returns at once."""
+        if self._thread is not None:
+            self._left.put(None)
+
+    def _serve(self, device: int) -> None:
+        # A new thread uses GPU 0, where each rank would open a context of 0.3 to 0.5 GB.
+        torch.cuda.set_device(device)
+        while True:
+            block = self._left.get()
+            # A stream may still copy from the block or to it, and nobody knows which stream.
+            # So wait for all; a kernel that waits for a lost peer delays nothing but this thread.
+            torch.cuda.synchronize()
+            unwanted: list[_Block] = []
+            with self._lock:
+                if block is None:
+                    for blocks in self._kept.values():
+                        unwanted += blocks
+                    self._kept.clear()
+                elif block.keep:
+                    self._kept[len(block.memory)].append(block)
+                else:
+                    unwanted.append(block)
+            for each in unwanted:
+                _unpin(each)
+
+
+def _pin(num_bytes: int, device: int, keep: bool) -> _Block:
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # At a fork, of a data loader's workers for instance, the kernel would copy all pinned pages.
+    # Kernels before 5.12 do not: the next write moves this process to new pages, and the GPU
+    # continues with the old ones.
+    memory.madvise(mmap.MADV_DONTFORK)
+    block = _Block(memory, keep)
+
+    def register() -> int:
+        torch.cuda.set_device(device)
+        return int(torch.cuda.cudart().cudaHostRegister(block.address, num_bytes, 0))
+
+    # CUDA keeps the error of a refused call, and the next kernel of the same thread raises it: so
+    # this thread launches none.
+    with ThreadPoolExecutor(1) as thread:
+        torch.cuda.check_error(thread.submit(register).result())
+    return block
+
+
+def _unpin(block: _Block) -> None:
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(block.address))
+    except RuntimeError as error:
+        _lost.append(block)  # the GPU may still reach it: nothing else may get these addresses
+        size = len(block.memory) / 1e9
+        logger.warning("%.3g GB of pinned memory cannot be given back to the host: %s", size, error)
+    else:
+        block.memory.close()  # the end of its last reference would unmap it with Python's lock held
+
+
+_lost: list[_Block] = []
