@@ -1,93 +1,64 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What only a machine with GPUs can tell, in minutes: what scripts/check_gpu.sh runs.
+"""What only a machine with GPUs can show, in less than ten minutes on one GPU: what scripts/check_gpu.sh runs.
 
-Two groups beside stock torchtitan: the same steps (with deterministic kernels); step times, with the waits of the host;
-a group that is SIGKILLed and heals. Each for every process group that can be between them. With --cpu all of it on the
-CPU, so that its logic can be tried anywhere.
+On any number of GPUs: NCCL's collectives on one communicator, reconfigurations, pinned memory; two groups over Gloo
+beside stock torchtitan (the same steps, step times, waits of the host), SIGKILLs and heals, a recipe at size, the tests
+that need a GPU. With two GPUs all of the groups over NCCL too, and gradients in fewer bits; with four and more FSDP in
+each group beside the exchange.
+
+Each part gives its rows of the table, also where another one fails. With --cpu the training runs are on the CPU, so
+that their logic can be tried anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, TypeVar
 
 from benchmarks.command import describe_machine
-from benchmarks.gpu_plan import BACKENDS, Gpus, Plan, base_config, job_config, make_plan, probe
-from benchmarks.kills import MAX_RESTARTS, costs, kill_repeatedly
-from benchmarks.parity import Witness, compare_with_stock, read_host_waits, read_witnesses
-from benchmarks.record import compare_digests, read_run
-from benchmarks.recovery import STEPS as ENDLESS
-from benchmarks.run import BenchError, Run, progress
-from benchmarks.steady import LOG_FREQ, compare, time_steps
-from benchmarks.systems import NUM_GROUPS, STOCK, Config, Job
-from benchmarks.table import markdown
+from benchmarks.gpu_plan import Plan, base_config, make_plan, probe, recipe_config
+from benchmarks.gpu_probes import POOL, run_probe
+from benchmarks.gpu_report import FAILED, LEFT_OUT, Report, format_report, text_of
+from benchmarks.gpu_runs import (
+    FORMS,
+    Trajectories,
+    measure_kills,
+    measure_recipe,
+    measure_steps,
+)
+from benchmarks.run import progress
+from benchmarks.systems import Config
 from titan_ft.config import ConfigError, load_toml
 from titan_ft.data.assets import find_config
-from titan_ft.history.check import check
-from titan_ft.history.record import RunRecord
 from titan_ft.launch.gpus import listed_gpus
-from titan_ft.run.events import HealFinished, StateServed
 
 ROOT = Path(__file__).parents[1]
-PARITY_STEPS = 20
-TRACE_WARMUP, TRACE_STEPS = 2, 3
-"""Steps behind those that are timed which the profiler begins with, and which it keeps."""
-NUM_KILLS = 2
-MOST_RATIO = 1.05
-MOST_WAITS = 3
-"""Of the training thread in a step, for the loss, the rows and the messages (docs/design.md); a group of several ranks
-gathers its losses besides."""
-RUN_SECONDS = 600.0
-"""That a run to its end may take."""
-WITNESS = {"experimental": {"custom_import": "benchmarks.witness"}}
-
-T = TypeVar("T")
-
-
-@dataclass
-class Report:
-    """What was found, by row and column of the table: stock torchtitan, or what is between the groups.
-
-    Attributes:
-        problems: what keeps the exit status from 0, a line each.
-    """
-
-    promises: dict[str, dict[str, str]] = field(default_factory=dict)
-    figures: dict[str, dict[str, str]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    def judge(self, promise: str, column: str, verdict: str, detail: str = "", why: str = "") -> None:
-        """Enter a verdict; one that does not begin with "holds" is a problem, and `why` says more about that."""
-        self.promises.setdefault(promise, {})[column] = f"{verdict}: {detail}" if detail else verdict
-        if not verdict.startswith("holds"):
-            self.problems.append(f"{column}: {promise}: {verdict}; {why or detail}")
-
-    def enter(self, figure: str, column: str, text: str) -> None:
-        """Enter a figure."""
-        self.figures.setdefault(figure, {})[column] = text
-
-    def attempt(self, what: str, measure: Callable[[], T]) -> T | None:
-        """Measure something; where that fails it is a problem, and what comes next goes on."""
-        progress(what)
-        try:
-            return measure()
-        except (BenchError, FileNotFoundError) as error:
-            self.problems.append(f"{what}: {error}")
-            progress(self.problems[-1])
-            return None
+GPU_TESTS = ("tests/test_device.py", "tests/replica/test_nccl.py")
+"""By name: to collect all tests takes packages that a borrowed machine may lack."""
+TEST_SECONDS = 300.0
+MOST_STILL_SECONDS = 0.2
+"""The longest time in which Python may stand still: heartbeats and watches of other threads go on."""
+LAST_COMMUNICATORS = 8
+"""Each takes a second; one thread or descriptor that is left by each shows in so few."""
+MOST_LEFT_MIB = 8
+"""Memory of a GPU that they may leave: less than one communicator takes."""
+FSDP_GPUS = 4
+NCCL_ROWS = (
+    "the steps of stock torchtitan",
+    "step, ratio to stock torchtitan",
+    "SIGKILL of a group",
+    "SIGKILL in set-up",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,8 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also of a machine that has some
     try:
         base = base_config(load_toml(find_config(options.config)))
+        recipe = recipe_config(load_toml(find_config(options.recipe)))
         gpus = probe()
-        plan = make_plan(options.gpus, options.cpu, gpus)
+        plan = make_plan(options.gpus, options.cpu, gpus, options.small)
     except ConfigError as error:
         print(f"check_gpu: {error}", file=sys.stderr)
         return 2
@@ -107,11 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(listed[: plan.num_gpus])
     work_dir = (options.work_dir or ROOT / "outputs" / time.strftime("check-gpu-%Y%m%d-%H%M%S")).absolute()
     progress(f"{plan.describe()}; runs in {work_dir}")
-    report, machine = Report(), describe_machine()
-    measure(plan, base, work_dir, report)
-    tests = run_gpu_tests(plan, report)
-    (work_dir / "figures.json").write_text(json.dumps(asdict(report) | {"machine": machine | asdict(gpus)}, indent=2))
-    print(format_report(report, plan, machine, gpus, tests))
+    machine = describe_machine() | {"interpreter": sys.executable}
+    report = Report(work_dir / "figures.json", machine | asdict(gpus))
+    measure_gpu(plan, report)
+    measure_runs(plan, base, work_dir, report)
+    name = Path(options.recipe).stem
+    what = f"{name}: two groups"
+    report.attempt(what, partial(measure_recipe, plan, recipe, name, gpus.memory_gb, work_dir, report))
+    run_gpu_tests(plan, report)
+    print(format_report(report, plan, machine, gpus))
     return 1 if report.problems else 0
 
 
@@ -120,7 +96,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to use; all if left out, with --cpu 2 ranks")
     parser.add_argument("--cpu", action="store_true", help="without a GPU, and with Gloo alone")
+    parser.add_argument("--small", action="store_true", help="fewer steps and less memory, for slow kernels")
     parser.add_argument("--config", type=Path, default=Path("llama3_debug"), help="TOML of the model and the data")
+    parser.add_argument("--recipe", type=Path, default=Path("llama3_1b"), help="TOML of the run at size")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="folder for the runs, to be made")
     options = parser.parse_args(argv)
     if options.work_dir is not None and options.work_dir.exists():
@@ -128,202 +106,99 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def measure(plan: Plan, base: Config, work_dir: Path, report: Report) -> None:
-    """Run everything that the plan allows; runs that take long come last."""
-    measure_parity(plan, base, work_dir, report)
-    measure_steps(plan, base, work_dir, report)
-    for backend in plan.backends:
-        what = f"{backend}: SIGKILL of a group, {NUM_KILLS} times"
-        report.attempt(what, partial(measure_kills, plan, base, backend, work_dir / f"kills-{backend}", report))
-
-
-def measure_parity(plan: Plan, base: Config, work_dir: Path, report: Report) -> None:
-    """Let stock torchtitan and the groups make the same steps, with deterministic kernels, and compare."""
-
-    def train(job: Job, num_groups: int, num_ranks: int, backend: str = "") -> list[Witness]:
-        debug = {"seed": 42, "deterministic": True}
-        with Run(job, job_config(base, job, backend, PARITY_STEPS, 1, debug=debug, **WITNESS)) as run:
-            run.wait(RUN_SECONDS)
-        return read_witnesses(job.run_dir, num_groups, num_ranks)
-
-    job = plan.stock(work_dir / "parity-stock", same_steps=True)
-    stock = report.attempt(f"stock: {PARITY_STEPS} steps", partial(train, job, 1, job.num_groups * job.num_ranks))
-    for backend in plan.backends if stock else []:
-        job = plan.groups(work_dir / f"parity-{backend}")
-        what = f"{backend}: the same {PARITY_STEPS} steps"
-        ours = report.attempt(what, partial(train, job, NUM_GROUPS, plan.num_ranks, backend))
-        if stock and ours:
-            judge_parity(stock, ours, plan, backend, report)
-
-
-def judge_parity(stock: list[Witness], ours: list[Witness], plan: Plan, backend: str, report: Report) -> None:
-    """Enter whether the groups made the steps of stock torchtitan."""
-    found = compare_with_stock(stock, ours, plan.num_ranks)
-    report.judge("same arithmetic", backend, "holds" if found.holds else "does not hold", found.text)
-    report.enter("a digest (ms)", backend, _text([1e3 * witness.digest_seconds for witness in ours]))
-
-
-def measure_steps(plan: Plan, base: Config, work_dir: Path, report: Report) -> None:
-    """Time the steps of stock torchtitan and of the groups in turn; behind them the profiler looks at some on a GPU."""
-    rounds, steps = (1, 30) if plan.on_cpu else (3, 300)
-    tables: dict[str, Config] = {}
-    behind = 0
-    if not plan.on_cpu:  # torchtitan's profiler wants one
-        behind = TRACE_WARMUP + TRACE_STEPS
-        profiler = {"profiler_warmup": TRACE_WARMUP, "profiler_active": TRACE_STEPS, "profile_freq": steps + behind}
-        tables = {"profiling": {"enable_profiling": True, **profiler}}
-        behind += 1  # the last step of a run is another one
-    samples: dict[str, list[list[float]]] = {column: [] for column in (STOCK, *plan.backends)}
-    for number in range(rounds):
-        for column in list(samples):
-            run_dir = work_dir / f"steady-{number}-{column}"
-            job = plan.stock(run_dir, same_steps=False) if column == STOCK else plan.groups(run_dir)
-            config = job_config(base, job, column, steps + behind, LOG_FREQ, **tables)
-            what = f"{column}: step time, round {number + 1} of {rounds}"
-            seconds = report.attempt(what, partial(time_steps, job, config, RUN_SECONDS))
-            if seconds is None:
-                del samples[column]
-                continue
-            samples[column].append(seconds)
-    for column, found in compare(samples, STOCK).items() if STOCK in samples else ():
-        report.enter("step (ms)", column, _text([1e3 * median(values) for values in found["rounds"]]))
-        report.enter("step, ratio to stock", column, _spread(found["ratio"]))
+def measure_gpu(plan: Plan, report: Report) -> None:
+    """Look at NCCL and at pinned memory, without a training run."""
+    parts: dict[str, Callable[[str, Plan, Report], None]] = {
+        "NCCL: every collective of the exchange on one communicator": measure_collectives,
+        "NCCL: reconfigurations leave nothing": measure_reconfigurations,
+        "Python goes on while memory is pinned and given back": measure_pinning,
+    }
+    for what, measure in parts.items():
         if plan.on_cpu:
-            report.enter("host waits for the GPU in a step", column, "not measured")
-        elif column == "nccl":  # Gloo brings all gradients to the host and back: a figure
-            judge_ratio(found["ratio"], column, report)
-    if not plan.on_cpu and STOCK in samples:
-        folders = {column: work_dir / f"steady-{rounds - 1}-{column}" for column in samples}
-        judge_waits({column: _host_waits(folder) for column, folder in folders.items()}, plan, report)
-
-
-def judge_ratio(ratio: Mapping[str, float], column: str, report: Report) -> None:
-    """Judge a step's time beside stock torchtitan's; where the machine is noisier than the bar nothing can be told."""
-    low, middle = ratio["low"], ratio["median"]
-    verdict = "holds" if middle <= MOST_RATIO else "does not hold" if low > MOST_RATIO else "cannot be told"
-    report.judge(f"a step takes at most {MOST_RATIO:g} of stock's", column, verdict, _spread(ratio))
-
-
-def judge_waits(found: Mapping[str, tuple[float, float] | str], plan: Plan, report: Report) -> None:
-    """Judge how often the training thread waits for the GPU in a step, beside stock torchtitan's."""
-    for column, waits in found.items():
-        text = waits if isinstance(waits, str) else f"{waits[0]:.1f}, {waits[1]:.1f} by the training thread"
-        report.enter("host waits for the GPU in a step", column, text)
-        if column == STOCK:
-            continue
-        stock, most = found[STOCK], MOST_WAITS + (plan.num_ranks > 1)
-        if isinstance(waits, str) or isinstance(stock, str):
-            verdict = "cannot be told"
+            report.judge(what, "needs a GPU")
+        elif not plan.has_nccl and measure is not measure_pinning:
+            report.judge(what, f"{LEFT_OUT}: this torch has no NCCL")
         else:
-            verdict = "holds" if waits[1] <= stock[1] + most else "does not hold"
-        report.judge(f"training waits for the GPU at most {most} times more in a step", column, verdict, text)
+            report.attempt(what, partial(measure, what, plan, report))
 
 
-def _spread(found: Mapping[str, float]) -> str:
-    return (
-        "{median:.3f} ({low:.3f} to {high:.3f})".format(**found)
-        if found["low"] < found["high"]
-        else f"{found['median']:.3f}"
+def measure_collectives(what: str, plan: Plan, report: Report) -> None:
+    """Exchange gradients in each form on a communicator of all GPUs."""
+    numel = 1 << (18 if plan.small else 24)
+    found = run_probe("collectives", plan.num_gpus, numel)
+    slowest = {name: max(each["seconds"][name] for each in found) for name in found[0]["seconds"]}
+    times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in slowest.items())
+    report.judge(what, "holds", f"{plan.num_gpus} ranks, {4 * numel >> 20} MiB: {times}")
+
+
+def measure_reconfigurations(what: str, plan: Plan, report: Report) -> None:
+    """Build communicators one after the other, and look at what they leave behind."""
+    found = run_probe("reconfigure", plan.num_gpus, LAST_COMMUNICATORS)
+    grown = {name: max(each["after"][name] - each["before"][name] for each in found) for name in found[0]["before"]}
+    least = {"MiB": MOST_LEFT_MIB}
+    verdict = "holds" if all(number <= least.get(name, 0) for name, number in grown.items()) else "does not hold"
+    seconds = text_of([seconds for each in found for seconds in each["seconds"]])
+    left = ", ".join(f"{number:+d} {name}" for name, number in grown.items())
+    report.judge(
+        what, verdict, f"{POOL + LAST_COMMUNICATORS}, {seconds} s each; by the last {LAST_COMMUNICATORS} {left}"
     )
 
 
-def _host_waits(run_dir: Path) -> tuple[float, float] | str:
-    try:
-        return read_host_waits(run_dir)
-    except BenchError as error:
-        return f"not measured: {error}"
+def measure_pinning(what: str, plan: Plan, report: Report) -> None:
+    """Pin memory and give it back as a donor does, beside a thread that ticks."""
+    mebibytes = 256 if plan.small else 8 << 10
+    (found,) = run_probe("pin", 1, mebibytes)
+    still = max(found["pin, still"], found["give back, still"])
+    times = ", ".join(
+        f"{name} {found[name]:.2f} s (still for {found[f'{name}, still']:.2f})" for name in ("pin", "give back")
+    )
+    report.judge(what, "holds" if still <= MOST_STILL_SECONDS else "does not hold", f"{mebibytes} MiB: {times}")
 
 
-def measure_kills(plan: Plan, base: Config, backend: str, run_dir: Path, report: Report) -> None:
-    """SIGKILL a group again and again, let it heal, end the run in order, and judge it.
-
-    Raises:
-        BenchError: the run ended by itself, or a group did not come back.
-    """
-    job = plan.groups(run_dir, MAX_RESTARTS)
-    with Run(job, job_config(base, job, backend, ENDLESS, LOG_FREQ)) as run:
-        kill_repeatedly(run, NUM_KILLS)
-    judge_run(read_run(run_dir), backend, report)
-
-
-def judge_run(record: RunRecord, backend: str, report: Report) -> None:
-    """Enter the verdict of `titan-ft check` on each promise but the arithmetic, the digests, and what the kills cost.
-
-    Raises:
-        BenchError: a group that was killed did not come back.
-    """
-    verdicts = check(record)
-    for each in verdicts.judgements:
-        if each.asked and (each.promise is not None or each.verdict != "holds"):
-            why = "; ".join(each.details(verdicts.start, verdicts.unit.noun)[:3])
-            report.judge(each.name, backend, each.shown_verdict, each.reservation, why)
-    digests = compare_digests(record)
-    report.judge("groups' digests", backend, "holds" if digests.startswith("equal (") else "does not hold", digests)
-    kills = costs(record)
-    if len(kills) < NUM_KILLS or any(cost["rejoin_seconds"] is None for cost in kills):
-        raise BenchError(f"a group that was killed did not come back ({len(kills)} kills)")
-    for figure, name in (("survivors' stall at a SIGKILL (s)", "stall_seconds"), ("steps lost by it", "steps_lost")):
-        report.enter(figure, backend, _text([cost[name] for cost in kills]))
-    report.enter("kill to contributing again (s)", backend, _text([cost["rejoin_seconds"] for cost in kills]))
-    served = [event for event in record.of(StateServed) if event.copy_seconds > 0]
-    fetched = [event for event in record.of(HealFinished) if event.fetch_seconds > 0]
-    rates = {
-        "state of a rank (MB)": [event.bytes / 1e6 for event in fetched],
-        "donor's copy of it (GB/s)": [event.bytes / 1e9 / event.copy_seconds for event in served],
-        "joiner's fetch of it (Mbit/s)": [event.bytes * 8 / 1e6 / event.fetch_seconds for event in fetched],
+def measure_runs(plan: Plan, base: Config, work_dir: Path, report: Report) -> None:
+    """Train two groups beside stock torchtitan, over each backend that can be between them."""
+    trajectories = Trajectories(plan, base, work_dir, report)
+    trajectories.compare_all()
+    report.attempt("step times", partial(measure_steps, plan, base, work_dir, report))
+    for backend in plan.backends:
+        what = f"{backend}: SIGKILL of a group"
+        report.attempt(what, partial(measure_kills, plan, base, backend, work_dir, report))
+    why = plan.why_not("nccl")
+    for what in NCCL_ROWS if why else ():
+        report.judge(f"nccl: {what}", why)
+    more: dict[str, Callable[[], None]] = {
+        "nccl: the steps of stock torchtitan, with NVLS": trajectories.compare_undetermined,
+        **{f"nccl: {form}, as over Gloo": partial(trajectories.compare_form, form) for form in FORMS},
     }
-    for figure, values in rates.items():
-        report.enter(figure, backend, _text(values) if values else "-")
+    for what, compare in more.items():
+        if why:
+            report.judge(what, why)
+        else:
+            report.attempt(what, compare)
+    what = "FSDP in each group, beside the exchange"
+    if plan.on_cpu or plan.num_gpus < FSDP_GPUS:
+        report.judge(what, f"needs {FSDP_GPUS} GPUs")
+    else:
+        report.enter(what, f"{plan.num_ranks} ranks a group, in all rows")
 
 
-def run_gpu_tests(plan: Plan, report: Report) -> str:
-    """Run the tests that need a GPU; return what became of them."""
+def run_gpu_tests(plan: Plan, report: Report) -> None:
+    """Run the tests that need a GPU."""
+    what = "tests that need a GPU"
     if plan.on_cpu:
-        return "not run: there is none"
+        report.judge(what, "needs a GPU")
+        return
     if importlib.util.find_spec("pytest") is None:
-        return f"not run: {sys.executable} has no pytest"
-    progress("tests that need a GPU")
-    # Not those of this module, one of which starts all of it.
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--ignore=tests/benchmarks"]
+        report.judge(what, f"{LEFT_OUT}: {sys.executable} has no pytest")
+        return
+    progress(what)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS]
     try:
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TEST_SECONDS)
     except subprocess.TimeoutExpired:
-        ended = subprocess.CompletedProcess(command, 1, f"not over within {RUN_SECONDS:g} s", "")
+        ended = subprocess.CompletedProcess(command, 1, f"not over within {TEST_SECONDS:g} s", "")
     last = ((ended.stdout.strip() or ended.stderr.strip()).splitlines() or ["no word"])[-1]
-    if ended.returncode != 0:
-        report.problems.append(f"tests that need a GPU: {last}")
-    return last
-
-
-def format_report(report: Report, plan: Plan, machine: Mapping[str, Any], gpus: Gpus, tests: str) -> str:
-    """Return what to paste: machine, table, what was not run, and what does not hold."""
-    columns = [STOCK, *BACKENDS]
-    rows = [["", "stock torchtitan", *(f"groups over {backend}" for backend in BACKENDS)]]
-    for name, cells in [*report.promises.items(), *report.figures.items()]:
-        missing = {column: "-" if column in plan.backends else "not run" for column in BACKENDS}
-        rows.append([name, *({STOCK: "", **missing, **cells}[column] for column in columns)])
-    used = f"{plan.num_gpus} x {gpus.names[0]}" if gpus.names else "no GPU"
-    lines = [
-        "{cpu}, {cores} cores, {memory_gib} GiB, load {load}; {platform}".format(**machine),
-        f"{used}; CUDA {gpus.cuda or '-'}, NCCL {gpus.nccl or '-'}; {plan.describe()}",
-        "Python {python}, torch {torch}, torchtitan {torchtitan}, torchft {torchft}".format(**machine)
-        + time.strftime("; %Y-%m-%d"),
-        "",
-        *markdown(rows),
-        "",
-        plan.describe_stock(),
-        *(f"groups over {name}: not run: {plan.why_not(name)}" for name in BACKENDS if plan.why_not(name)),
-        f"tests that need a GPU: {tests}",
-        *(report.problems or ["every promise holds"]),
-    ]
-    return "\n".join(lines)
-
-
-def _text(values: Sequence[float]) -> str:
-    """Return the median, and the range that it comes from."""
-    figures = median(values), min(values), max(values)
-    middle, low, high = (f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in figures)
-    return middle if low == high else f"{middle} ({low} to {high})"
+    report.judge(what, "holds" if ended.returncode == 0 else FAILED, last)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,16 @@ from titan_ft.training.divisions import DEGREES
 BACKENDS = ("gloo", "nccl")
 CPU_RANKS = 2
 """In place of GPUs with --cpu."""
+DEADLY_ATTEMPT = 2
+"""Of a group that is killed twice: the first one after the second kill dies in set-up (`benchmarks.death`)."""
 _PROBE = """
 import json, torch
-names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+indices = range(torch.cuda.device_count())
+names = [torch.cuda.get_device_name(index) for index in indices]
+memory_gb = [torch.cuda.get_device_properties(index).total_memory / 1e9 for index in indices]
 nccl = torch.cuda.nccl.version() if names and torch.distributed.is_nccl_available() else ()
 cuda = torch.version.cuda or torch.version.hip
-print(json.dumps({"names": names, "cuda": cuda, "nccl": ".".join(map(str, nccl))}))
+print(json.dumps({"names": names, "cuda": cuda, "nccl": ".".join(map(str, nccl)), "memory_gb": memory_gb}))
 """
 
 
@@ -38,11 +42,15 @@ class Gpus:
         names: of the GPUs.
         cuda: the version that torch was built for; None for a CPU.
         nccl: the version; empty without NCCL.
+        memory_gb: of each GPU.
+        driver: the version; empty where nvidia-smi does not report it.
     """
 
     names: list[str]
     cuda: str | None
     nccl: str
+    memory_gb: list[float] = field(default_factory=list)
+    driver: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,11 +59,13 @@ class Plan:
 
     Attributes:
         num_gpus: that are used; on a CPU the ranks that stand for them.
+        small: fewer steps, less memory, and no run at size.
     """
 
     num_gpus: int
     on_cpu: bool = False
     has_nccl: bool = True
+    small: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -72,10 +82,10 @@ class Plan:
         if backend == "gloo":
             return ""
         if self.on_cpu:
-            return "NCCL needs GPUs"
+            return f"needs {NUM_GROUPS} GPUs"
         if not self.has_nccl:
-            return "this torch has no NCCL"
-        return "" if self.num_gpus >= NUM_GROUPS else "NCCL refuses two ranks on one GPU"
+            return "left out: this torch has no NCCL"
+        return "" if self.num_gpus >= NUM_GROUPS else f"needs {NUM_GROUPS} GPUs"
 
     @property
     def backends(self) -> list[str]:
@@ -123,16 +133,27 @@ def probe() -> Gpus:
     asked = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
     if asked.returncode != 0:
         raise ConfigError(f"torch of {sys.executable} fails: {(asked.stderr.strip() or 'no word').splitlines()[-1]}")
-    return Gpus(**json.loads(asked.stdout.splitlines()[-1]))
+    return replace(Gpus(**json.loads(asked.stdout.splitlines()[-1])), driver=_driver())
 
 
-def make_plan(wanted: int | None, on_cpu: bool, gpus: Gpus) -> Plan:
+def _driver() -> str:
+    """Return the version of NVIDIA's driver; empty where nvidia-smi does not report it."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return asked.stdout.strip().partition("\n")[0] if asked.returncode == 0 else ""
+
+
+def make_plan(wanted: int | None, on_cpu: bool, gpus: Gpus, small: bool = False) -> Plan:
     """Return who runs where.
 
     Args:
         wanted: number of GPUs; None takes all.
         on_cpu: that many ranks in place of GPUs.
         gpus: that are there.
+        small: see `Plan`.
 
     Raises:
         ConfigError: there is no GPU, or fewer than asked for.
@@ -140,14 +161,15 @@ def make_plan(wanted: int | None, on_cpu: bool, gpus: Gpus) -> Plan:
     if wanted is not None and wanted < 1:
         raise ConfigError(f"--gpus must be at least 1, got {wanted}")
     if on_cpu:
-        return Plan(wanted or CPU_RANKS, on_cpu=True)
+        return Plan(wanted or CPU_RANKS, on_cpu=True, small=True)
     if not gpus.names:
         built = f"was built for {gpus.cuda}" if gpus.cuda else "was built for CPUs"
         raise ConfigError(f"needs a GPU, and torch of {sys.executable} finds none ({built}); --cpu tries it without")
     if (wanted or 1) > len(gpus.names):
         raise ConfigError(f"--gpus must be at most {len(gpus.names)}, which torch finds here, got {wanted}")
     num_gpus = wanted or len(gpus.names)
-    return Plan(num_gpus if num_gpus == 1 else num_gpus // NUM_GROUPS * NUM_GROUPS, has_nccl=bool(gpus.nccl))
+    used = num_gpus if num_gpus == 1 else num_gpus // NUM_GROUPS * NUM_GROUPS
+    return Plan(used, has_nccl=bool(gpus.nccl), small=small)
 
 
 def base_config(given: Mapping[str, Any]) -> Config:
@@ -168,6 +190,22 @@ def base_config(given: Mapping[str, Any]) -> Config:
     config["training"].pop("global_batch_size", None)
     for table in ("checkpoint", "validation"):
         config[table] = {**config.get(table, {}), "enable": False}
+    return config
+
+
+def recipe_config(given: Mapping[str, Any]) -> Config:
+    """Return what the run of a recipe reads: on the packaged text, where its own tokenizer is not on this machine.
+
+    Raises:
+        ConfigError: see `base_config`.
+    """
+    config = base_config(given)
+    model = config.setdefault("model", {})
+    if not Path(model.get("hf_assets_path", "")).is_dir():
+        model["hf_assets_path"] = "titan_ft://tokenizer"
+    config["training"]["dataset"] = "austen"
+    table = config["fault_tolerance"]
+    table["min_replica_size"] = min(table.get("min_replica_size", 1), NUM_GROUPS)
     return config
 
 

@@ -40,10 +40,15 @@ class Witness:
 
 @dataclass(frozen=True)
 class Parity:
-    """Whether groups made the steps of stock torchtitan, and how near they are."""
+    """Whether groups made the steps of stock torchtitan, and how near they are.
+
+    Attributes:
+        close: losses and gradient norms differ by no more than the order of additions may make.
+    """
 
     holds: bool
     text: str
+    close: bool = True
 
 
 def witness_file(run_dir: Path, replica: int, rank: int) -> Path:
@@ -98,7 +103,7 @@ def compare_with_stock(stock: list[Witness], ours: list[Witness], num_ranks: int
     if equal:
         return Parity(True, f"bit for bit, {steps}")
     states = f"the states of {num_differing} of {len(pairs)} ranks differ" if num_differing else "the states are equal"
-    return Parity(num_ranks > MOST_EXACT_RANKS and excess <= 0, f"{states} after {steps}; {how}")
+    return Parity(num_ranks > MOST_EXACT_RANKS and excess <= 0, f"{states} after {steps}; {how}", excess <= 0)
 
 
 def _relative(mine: float, theirs: float) -> float:

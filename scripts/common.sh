@@ -54,8 +54,16 @@ read_options() { # names of the options that have a value, names of those that h
     rest=("$@")
 }
 
-has_gpu() { # by the driver alone, so that a machine without one need not be set up to be told so
-    [[ -e /dev/kfd ]] || nvidia-smi -L 2>/dev/null | grep -q '^GPU'
+gpu_witness=""
+has_gpu() { # asks torch where it is installed; else the driver, so that a machine without a GPU need not be set up
+    local python=${TITAN_FT_PYTHON:-$root/.venv/bin/python}
+    if command -v "$python" >/dev/null; then
+        gpu_witness="the torch of $python"
+        "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+    else
+        gpu_witness="nvidia-smi -L"
+        [[ -e /dev/kfd ]] || nvidia-smi -L 2>/dev/null | grep -q '^GPU'
+    fi
 }
 
 launcher=""

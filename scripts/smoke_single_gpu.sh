@@ -6,14 +6,14 @@ Two groups share one GPU, with Gloo between them: a kill, a rejoin, a report.
 Makes .venv first, which takes minutes; with TITAN_FT_PYTHON set nothing is installed.'
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
 source scripts/common.sh
 help_first "$@"
 
 instead="on a machine without one run scripts/quickstart.sh"
-has_gpu || refuse "needs a GPU, and neither 'nvidia-smi -L' nor /dev/kfd shows one; $instead"
+has_gpu || refuse "needs a GPU, and $gpu_witness finds none; $instead"
 source scripts/setup_env.sh
-"$TITAN_FT_PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
-    refuse "needs a GPU, and the torch of $TITAN_FT_PYTHON cannot use it (a build for CPU, or for another driver); $instead"
+has_gpu || refuse "needs a GPU, and $gpu_witness finds none (a build for CPU, or for another driver); $instead"
 
 # One GPU for both groups, also where the machine has several.
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
