@@ -11,15 +11,21 @@ import itertools
 import logging
 import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))  # for the package `harness`
+
+from harness.job import Job
+
+from tests.integration.conftest import make_job, zygote  # noqa: F401  # fixtures
 from tests.replica.conftest import DEADLINE
 from titan_ft import device, pinned
 from titan_ft.replica.host_memory import HostMemory
@@ -317,3 +323,30 @@ def test_all_is_done_on_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> 
     wait_until(lambda: own_bytes() == 0)
     assert dict(seen) == {"register": 1, "synchronize": 1, "unregister": 1}
     torch.cuda.set_device(0)
+
+
+def test_no_group_waits_while_another_one_gives_memory_back(make_job: Callable[..., Job]) -> None:  # noqa: F811
+    """A joiner that has healed gives back the memory of the state that it fetched, beside its first own steps.
+
+    The other group's step after the heal took longer than all of that: the joiner's threads stood still.
+    """
+    job = make_job(
+        groups=2,
+        steps=50,
+        tiny=False,
+        flags=[
+            "--fault_tolerance.process_group=nccl",
+            "--fault_tolerance.bucket_size_mb=4",
+            "--training.seq_len=32",
+            "--training.local_batch_size=2",
+        ],
+        hooks={"faults": [{"replica": 1, "point": "backward", "step": 4}], "hold": 2},
+        env={"FAKE_PIN_MS_PER_MB": "60", "FAKE_CUDA_SLOW": "1000"},
+    )
+    job.run(150)
+    (healed,) = job.events("heal_finished")
+    times = [event["time"] for event in job.events("step_committed") if event["replica"] == 0]
+    longest = max(after - before for before, after in itertools.pairwise(times) if after > healed["time"])
+    unpinned = re.findall(r"(?:cudaHostUnregister|cudaFreeHost) took (\d+) ms", job.output(1, attempt=1))
+    assert longest < max(map(int, unpinned)) / 1000 / 2
+    print(f"longest step of the other group after the heal: {longest:.2f} s; unpinning took {unpinned} ms")
