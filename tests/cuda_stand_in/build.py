@@ -23,7 +23,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _SOURCES = _HERE / "src"
-_COMPILE = ["g++", "-std=c++20", "-fPIC"]
+_COMPILE = ["g++", "-std=c++20", "-fPIC", "-Wall", f"-I{_SOURCES}"]
 _LIBRARY_FLAGS = ["-O1", "-g1"]
 # Without optimization and debug information, because the operators only call torch's own code,
 # and their compilation is most of the build's time.
@@ -47,11 +47,31 @@ class Library:
     stub_result: int = 0
 
 
+_RUNTIME = (
+    "cuda/copy",
+    "cuda/device",
+    "cuda/entry_points",
+    "cuda/errors",
+    "cuda/event",
+    "cuda/host_wait",
+    "cuda/launch",
+    "cuda/memory",
+    "cuda/stream",
+    "cuda/unmodelled",
+)
+_NCCL = (
+    "nccl/collectives",
+    "nccl/communicator",
+    "nccl/data_type",
+    "nccl/group",
+    "nccl/point_to_point",
+    "nccl/transport",
+)
 _LIBRARIES = (
-    Library("libcudart.so.13", "libcudart.so.13", ("cuda",), ("cudart", "dl")),
-    Library("libcublas.so.13", "libcublas.so.13", ("cublas",), ("cublas",)),
-    Library("libcublasLt.so.13", "libcublasLt.so.13", ("cublasLt",), ("cublasLt",)),
-    Library("libcudnn.so.9", "libcudnn.so.9", ("cudnn",), ("cudnn",)),
+    Library("libcudart.so.13", "libcudart.so.13", ("cuda",), _RUNTIME),
+    Library("libcublas.so.13", "libcublas.so.13", ("cublas",), ("math/cublas",)),
+    Library("libcublasLt.so.13", "libcublasLt.so.13", ("cublasLt",), ("math/cublasLt",)),
+    Library("libcudnn.so.9", "libcudnn.so.9", ("cudnn",), ("math/cudnn",)),
     Library("libcufft.so.12", "libcufft.so.12", ("cufft",)),
     Library("libcusparse.so.12", "libcusparse.so.12", ("cusparse",)),
     Library("libcusolver.so.12", "libcusolver.so.12", ("cusolver",)),
@@ -61,11 +81,17 @@ _LIBRARIES = (
     Library("libnvshmem_host.so.3", "NVSHMEM", ("nvshmem", "nvshmemx", "nvshmemi")),
     Library("libcusparseLt.so.0", None, ("cusparseLt",)),
     Library("libcufile.so.0", None, ("cuFile",)),
-    Library("libcuda.so.1", None, ("cu",), ("cuda",), stub_result=_CUDA_NOT_SUPPORTED),
-    Library("libnvidia-ml.so.1", None, ("nvml",), ("nvml",)),
-    Library("libnccl.so.2", None, ("nccl",), ("nccl",), stub_result=_NCCL_INTERNAL_ERROR),
+    Library("libcuda.so.1", None, ("cu",), ("cuda/driver",), stub_result=_CUDA_NOT_SUPPORTED),
+    Library("libnvidia-ml.so.1", None, ("nvml",), ("cuda/nvml",)),
+    Library("libnccl.so.2", None, ("nccl",), _NCCL, stub_result=_NCCL_INTERNAL_ERROR),
 )
-_OPERATORS = ("ops",)
+_OPERATORS = (
+    "operators/cpu_view",
+    "operators/cuda_only",
+    "operators/install",
+    "operators/operator",
+    "operators/random",
+)
 _OPERATORS_LIBRARY = "libstand_in_ops.so"
 
 
@@ -142,7 +168,7 @@ class Build:
         self._torch = torch
         self._out = out
         self._objects = out / "obj"
-        self._headers = _digest(*_read_all(sorted(_SOURCES.glob("*.h"))), str(torch))
+        self._headers = _digest(*_read_all(sorted(_SOURCES.rglob("*.h"))), str(torch))
 
     def run(self) -> None:
         self._objects.mkdir(parents=True, exist_ok=True)
@@ -166,7 +192,7 @@ class Build:
     def _compile(self, name: str, flags: list[str] = _LIBRARY_FLAGS) -> Path:
         source = _SOURCES / f"{name}.cpp"
         command = [*_COMPILE, *flags, "-c", str(source), "-o"]
-        return self._make(self._objects / f"{name}.o", command, source.read_text(), self._headers)
+        return self._make(self._objects / f"{name.replace('/', '.')}.o", command, source.read_text(), self._headers)
 
     def _link_library(self, library: Library, objects: list[Path], references: set[Reference]) -> None:
         defined = set()
@@ -209,7 +235,7 @@ class Build:
 
 def _build(venv: Path, out: Path) -> None:
     torch = _find_torch(venv)
-    sources = sorted(_SOURCES.iterdir())
+    sources = sorted(path for path in _SOURCES.rglob("*") if path.is_file())
     whole = _digest(str(torch), (torch / "version.py").read_text(), Path(__file__).read_text(), *_read_all(sources))
     stamp = out / "stamp"
     if stamp.exists() and stamp.read_text() == whole:
