@@ -4,9 +4,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))  # for the package `harness`
+
+from harness.fixtures import make_job, pytest_runtest_makereport, runs, zygote  # noqa: F401
 
 _HERE = Path(__file__).parent
 

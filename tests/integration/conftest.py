@@ -5,68 +5,45 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the package `harness`, which the workers import too
 
-from harness.client import ZygoteClient
-from harness.job import Job
-from harness.runs import Runs
+from harness.fixtures import make_job, pytest_runtest_makereport, runs, zygote  # noqa: F401
+from harness.job import PROCESS_GROUP
+
+NOT_OVER_NCCL = {
+    "test_arithmetic.py::test_groups_in_bfloat16_stay_identical_and_near_fp32": "to be mended: no step is ever made",
+    "test_config_mistakes.py::test_nccl_without_a_gpu": "a GPU is there",
+    "test_experts.py::test_a_healed_group_balances_as_its_peers_do[deepseek_v3-1-1]": "torch's histogram of whole "
+    "numbers has kernels for CUDA, and none for a CPU, which the stand-in computes with",
+    "test_parallelism.py::test_parity[cp]": "torchtitan's attention has no kernel for float32 that a ring can use",
+}
+"""Tests of the default run that fail with TITAN_FT_TEST_PROCESS_GROUP=nccl, and why. One that passes is an error."""
 
 
-@pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZygoteClient]:
-    """The process that workers are forked from."""
-    client = ZygoteClient(tmp_path_factory.mktemp("zygote") / "zygote.log")
-    yield client
-    client.close()
-
-
-_JOBS = pytest.StashKey[list[Job]]()
-_TELLING = ("step", "participants", "exchanges", "forwards", "slots", "donor", "fault", "reason", "error", "seconds")
-_STORY_LINES = 400
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what happened in the jobs of a test that fails; their files may be gone when somebody reads of it."""
-    report = yield
-    if report.when == "call" and report.failed:
-        for job in item.stash.get(_JOBS, []):
-            report.sections.append((f"events of {job.paths.events}", "\n".join(_story(job)[-_STORY_LINES:])))
-    return report
-
-
-def _story(job: Job) -> list[str]:
-    events = sorted(job.events(), key=lambda event: event["time"])
-    return [
-        f"{event['time'] - events[0]['time']:8.3f} {event.get('replica', '-')}.{event.get('rank', '-')}"
-        f" attempt {event.get('attempt', '-')} {event['event']:<18}"
-        + " ".join(f"{name}={event[name]}" for name in _TELLING if name in event)
-        for event in events
-    ]
-
-
-@pytest.fixture
-def make_job(zygote: ZygoteClient, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
-    """Make jobs, each in a folder of its own; ends them with the test."""
-    jobs: list[Job] = []
-    request.node.stash[_JOBS] = jobs
-
-    def make(**settings: Any) -> Job:
-        jobs.append(Job(zygote, tmp_path / f"job-{len(jobs)}", **settings))
-        return jobs[-1]
-
-    yield make
-    for job in jobs:
-        job.close()
-
-
-@pytest.fixture
-def runs(make_job: Callable[..., Job], zygote: ZygoteClient, tmp_path: Path) -> Runs:
-    """Run replica groups, stock torchtitan and the oracle on the same data."""
-    return Runs(make_job, zygote, tmp_path)
+@pytest.hookimpl(tryfirst=True)  # before -k and -m leave tests out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Over NCCL, expect the failures of `NOT_OVER_NCCL`, and leave out the tests whose jobs are not the harness's."""
+    folder = Path(__file__).parent
+    ours = {
+        str(item.path.relative_to(folder)) + item.nodeid[item.nodeid.index("::") :]: item
+        for item in items
+        if item.path.is_relative_to(folder)
+    }
+    if not any("::" in argument for argument in config.args):
+        files = {name.partition("::")[0] for name in ours}
+        unknown = [name for name in NOT_OVER_NCCL if name.partition("::")[0] in files and name not in ours]
+        if unknown:
+            raise pytest.UsageError(f"tests/integration/conftest.py: NOT_OVER_NCCL names no test: {unknown}")
+    if PROCESS_GROUP != "nccl":
+        return
+    for name, item in ours.items():
+        if name in NOT_OVER_NCCL:
+            item.add_marker(pytest.mark.xfail(strict=True, reason=NOT_OVER_NCCL[name]))
+    left_out = [item for item in ours.values() if not {"make_job", "zygote"} & set(getattr(item, "fixturenames", ()))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]

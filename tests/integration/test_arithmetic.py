@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from harness.biases import check_biases
-from harness.runs import FLOAT32_ULP, Runs, column
+from harness.runs import FLOAT32_ULP, Runs, check_equal, column
 from harness.trajectory import check_one_trajectory, named
 
 ROUNDING = 1e-5
@@ -20,17 +18,6 @@ EMPTY_BATCH = 3  # of group 1, see harness.mask
 
 def experts(model: str, degree: int) -> list[str]:
     return [f"--model.name={model}", f"--parallelism.expert_parallel_degree={degree}"]
-
-
-def check_equal(groups: dict[str, list[dict[str, Any]]], stock: list[list[dict[str, Any]]]) -> None:
-    """Compare 2 groups x 2 ranks with stock HSDP 2 x 2."""
-    for replica in range(2):
-        for rank in range(2):
-            ours, theirs = groups[f"{replica}-{rank}"], stock[2 * replica + rank]
-            assert column(ours, "loss") == pytest.approx(column(theirs, "loss"), rel=2 * FLOAT32_ULP, abs=0)
-            for record in (*ours, *theirs):
-                record.pop("loss", None)
-            assert ours == theirs
 
 
 def test_two_groups_equal_stock_hsdp(runs: Runs) -> None:

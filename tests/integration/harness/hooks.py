@@ -466,7 +466,7 @@ def install_records(folder: Path) -> None:
             dump(trainer, f"round-{update.step}")
 
     def whole(value: torch.Tensor) -> torch.Tensor:
-        return value.full_tensor() if isinstance(value, DTensor) else value
+        return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()  # the oracle has no GPU
 
     before(MetricsProcessor, "log", log)
     before(torchtitan.train.Trainer, "train", lambda trainer: dump(trainer, "begin"))
@@ -515,7 +515,7 @@ def install_begin(path: Path) -> None:
         values = torch.load(path)
         parameters = [named for part in trainer.model_parts for named in part.named_parameters()]
         for name, parameter in parameters:
-            value = values[name]
+            value = values[name].to(parameter.device)
             if isinstance(parameter, DTensor):
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements).to_local()
             local(parameter.detach()).copy_(value)

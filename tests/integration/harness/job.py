@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +26,8 @@ TINY = (
     "--fault_tolerance.bucket_size_mb=0.1",  # several buckets even so
     "--fault_tolerance.digest_every=1",
 )
+# Between the groups of all jobs where torch's CUDA build runs (scripts/test_cuda.sh): "nccl" or "gloo".
+PROCESS_GROUP = os.environ.get("TITAN_FT_TEST_PROCESS_GROUP", "")
 _GRACE_SECONDS = 2.0
 _NEVER_RESTARTED = (2, 3)  # exit statuses that say so, see titan_ft.train
 
@@ -108,6 +111,7 @@ class Job:
             "--experimental.custom_import=harness.hooks",
             f"--fault_tolerance.group_size={groups}",
             *(TINY if tiny else ()),
+            *([f"--fault_tolerance.process_group={PROCESS_GROUP}"] if PROCESS_GROUP else []),
             *flags,
         ]
         self._lighthouse_settings = json.dumps(dict(lighthouse or {}))
