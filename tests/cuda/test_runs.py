@@ -46,7 +46,7 @@ def train(make_job: Callable[..., Job], flags: Sequence[str], **settings: Any) -
     ("groups", "ranks", "flags"),
     [
         pytest.param(2, 1, (), id="2x1"),
-        pytest.param(2, 2, (), id="2x2"),
+        pytest.param(2, 2, (), id="2x2", **SLOW),  # two ranks a group: the two last rows have them too
         pytest.param(3, 1, (), id="3x1"),
         pytest.param(2, 2, PIPELINE, id="pipeline"),
         pytest.param(2, 2, TENSOR, id="tensor"),

@@ -10,10 +10,10 @@ stand_in_make_venv() { # VENV TORCH_VERSION PACKAGES STAMP
     echo "Setting up $venv with the CUDA build of torch $torch_version (0.5 GB the first time)"
     rm -rf "$venv"
     "$TITAN_FT_PYTHON" -m venv --without-pip "$venv" || return 1
-    # Without the user's settings of pip: a folder of wheels may have a build for CPU, which pip would prefer.
+    # Without the user's settings of pip, which would prefer a build for CPU from a folder of wheels or a further index.
     # --no-deps: NVIDIA's own libraries (2.8 GB) must be absent, torch would prefer them to the stand-in.
-    env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null "$TITAN_FT_PYTHON" -m pip --python "$venv/bin/python" install -qq --no-deps \
-        "torch==$torch_version" || {
+    env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL PIP_CONFIG_FILE=/dev/null \
+        "$TITAN_FT_PYTHON" -m pip --python "$venv/bin/python" install -qq --no-deps "torch==$torch_version" || {
         rm -rf "$venv"
         echo "the CUDA build of torch $torch_version cannot be had from here: nothing is tested on the stand-in for CUDA" >&2
         return 3

@@ -1,0 +1,119 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""scripts/test_cuda.sh: the tests that it chooses, and a machine that cannot have torch's CUDA build."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# In place of the interpreter: it makes no environment, has no package, and notes what pytest is asked for.
+STAND_IN = """#!/bin/bash
+case "$*" in
+*" -m venv "* | "-m venv "*)
+    mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
+"-m pip "*) exit "$PIP" ;;
+*purelib*) mkdir -p "$PACKAGES" && echo "$PACKAGES" ;;
+*'version("torch")'*) echo 2.13.0 ;;
+"-m pytest "*)
+    echo "$TITAN_FT_TEST_PROCESS_GROUP" >"$CALLS"
+    printf '%s\\n' "${@:3}" >>"$CALLS" ;;
+*) echo "$@" >&2 && exit 9 ;;
+esac
+"""
+
+Script = Callable[..., tuple["subprocess.CompletedProcess[str]", list[str]]]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Run the script in a copy of its files, which builds nothing; returns how it ended, and what pytest was given."""
+    files = (
+        "scripts/test_cuda.sh",
+        "scripts/common.sh",
+        "scripts/setup_env.sh",
+        "tests/cuda_stand_in/setup.sh",
+    )
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "tests/cuda_stand_in/build.sh").write_text('exit "$BUILD"\n')
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+
+    def run(*arguments: str, pip: int = 0, build: int = 0) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        given = {"TITAN_FT_PYTHON": str(python), "CALLS": str(calls), "PACKAGES": str(tmp_path / "packages")}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("TITAN_FT_", "PYTHON"))}
+        ended = subprocess.run(
+            ["/bin/bash", str(tmp_path / "scripts" / "test_cuda.sh"), *arguments],
+            env={**clean, **given, "PIP": str(pip), "BUILD": str(build)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return ended, calls.read_text().splitlines() if calls.exists() else []
+
+    return run
+
+
+def test_usage_comes_before_anything_is_made(script: Script, tmp_path: Path) -> None:
+    ended, asked = script("--help")
+    assert (ended.returncode, ended.stderr, asked) == (0, "", [])
+    assert ended.stdout.startswith("usage: test_cuda.sh [--quick] [pytest arguments]")
+    assert not (tmp_path / ".venv-cuda").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--quick"], ["tests/cuda/test_runs.py"]])
+def test_without_the_wheel_a_line_says_so_and_nothing_fails(
+    script: Script, tmp_path: Path, arguments: list[str]
+) -> None:
+    """A machine without a network, or of another architecture, passes everything else."""
+    ended, asked = script(*arguments, pip=1)
+    assert ended.returncode == 0
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("the CUDA build of torch 2.13.0 cannot be had from here: nothing is tested")
+    assert asked == []
+    assert not (tmp_path / ".venv-cuda").exists()  # half of an environment would be taken for a whole one
+
+
+def test_a_build_that_fails_is_a_failure(script: Script) -> None:
+    ended, asked = script("--quick", build=1)
+    assert (ended.returncode, asked) == (1, [])
+
+
+def test_all_tests_run_over_nccl(script: Script) -> None:
+    """Without arguments the slow tests of tests/cuda run as well."""
+    ended, asked = script()
+    assert (ended.returncode, ended.stderr) == (0, "")
+    process_group, *words = asked
+    assert process_group == "nccl"
+    assert words[:2] == ["tests/cuda", "tests/integration"]
+    assert words[-2] == "-m"
+    assert words[-1].startswith("stand_in or ")
+
+
+def test_the_quick_ones_are_tests_that_exist(script: Script) -> None:
+    """Slow ones are left out; of tests/integration single tests are named."""
+    ended, asked = script("--quick")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    process_group, *words = asked
+    assert (process_group, words[0]) == ("nccl", "tests/cuda")
+    assert words[-2] == "-m"
+    assert "not slow" in words[-1]
+    for name in words[1:-2]:
+        path, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), name
+
+
+def test_tests_that_are_asked_for_run_alone(script: Script) -> None:
+    """Nothing is added to them, nor to the environment of their jobs."""
+    _, asked = script("tests/cuda/test_runs.py", "-k", "resume and async")
+    assert asked == ["", "tests/cuda/test_runs.py", "-k", "resume and async"]
