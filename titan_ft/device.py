@@ -225,8 +225,6 @@ ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NCCL_OFF = {
     ASYNC_ERROR_HANDLING: "torch's watchdog would end this process when a peer is lost",
     "TORCH_NCCL_ENABLE_MONITORING": "torch's heartbeat monitor would end this process when a peer is lost",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "all ranks of the group would stop for a dump when a peer is lost",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "the end of a broken communicator would wait four times as long",
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "all threads would stop for their stacks when a peer is lost",
     "TORCH_NCCL_PROPAGATE_ERROR": "torch's watchdog would wait for the store of a peer that is lost",
     "TORCH_NCCL_DESYNC_DEBUG": f"it turns {ASYNC_ERROR_HANDLING} on",
@@ -234,6 +232,17 @@ _NCCL_OFF = {
     "TORCH_NCCL_HIGH_PRIORITY": "the group's communicators would take streams of the exchange's",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "the order of a group's and the exchange's kernels differs between ranks",
 }
+_DUMPS, _DUMP_TIME = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+# Before torch's watchdog ends a process in which a collective of the group hangs, it waits four times as long for the
+# flight record. With 0, torch's monitor began two dumps into one file, and the process ended before the first one.
+_DUMP_MS = 5000
+NO_DUMPS = {_DUMPS: "0", _DUMP_TIME: "0"}
+"""In the environment when torch makes the exchange's process group.
+
+A lost group is no hang, and torch writes one flight record in the life of a process. The watchdog's wait would also
+delay the end of a broken communicator.
+"""
+
 _MIN_CONNECTIONS, _MAX_CONNECTIONS = 8, 32  # queues of a GPU: CUDA's own default, and the most there are
 
 
@@ -275,6 +284,8 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
         "CUDA_DEVICE_MAX_CONNECTIONS": str(_MAX_CONNECTIONS),
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(timeout_ms / 1000)),
         **{each: environ[each] for each in ("CUDA_DEVICE_MAX_CONNECTIONS", name) if each in environ},
+        _DUMPS: environ.get(_DUMPS, "0"),  # torchtitan sets it with comm.trace_buf_size
+        _DUMP_TIME: environ.get(_DUMP_TIME, str(_DUMP_MS)),
         **dict.fromkeys(_NCCL_OFF.keys() - {ASYNC_ERROR_HANDLING}, "0"),
     }
 

@@ -99,7 +99,7 @@ class ReplicaTrainer(Trainer):
         torchtitan.train.ensure_pp_loss_visible = lambda *_: None
         torchtitan.train.build_model_converters = self._build_model_converters
         keep_curves(job_config, self.launch.rank)
-        keep_traces(job_config)
+        keep_traces(job_config, self.launch.attempt)
         keep_going_without_config_file(job_config)
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()

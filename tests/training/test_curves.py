@@ -220,7 +220,8 @@ def test_each_group_has_its_own_traces(monkeypatch: pytest.MonkeyPatch, tmp_path
         settings = job_config.profiling
         settings.enable_profiling, settings.profile_freq = True, 3
         settings.profiler_warmup, settings.profiler_active = 1, 1
-        keep_traces(job_config)
+        keep_traces(job_config, attempt=2)
+        assert job_config.comm.save_traces_folder == f"comm_traces/replica_{replica}/attempt_2"
         with torchtitan.train.maybe_enable_profiling(settings, base_folder=str(tmp_path)) as profiler:
             for _ in range(3):
                 profiler.step()
@@ -253,7 +254,7 @@ def test_trace_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
         monkeypatch.setattr(torchtitan.train, name, getattr(torchtitan.train, name, None), raising=False)
     job_config = JobConfig()
     job_config.fault_tolerance = FaultTolerance(enable=True, replica_id=0, group_size=2)
-    keep_traces(job_config)
+    keep_traces(job_config, attempt=0)
     with torchtitan.train.enable(job_config.profiling) as profiler:
         assert (profiler is not None) == begins
         if profiler:

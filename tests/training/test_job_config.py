@@ -22,15 +22,21 @@ def test_a_config_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> 
     """A fork finds it read; a worker that is started after the file was changed gets what it says then."""
     file = tmp_path / "run.toml"
     text = CONFIG.read_text()
-    file.write_text(text.replace("trace_buf_size = 0", "trace_buf_size = 1"))
+    file.write_text(text.replace("seed = 42", "seed = 1"))
     flag = f"--job.config_file={file}"
     first = read_config(flag)
-    assert first.comm.trace_buf_size == 1
+    assert first.debug.seed == 1
     assert read_config(flag) is first
-    file.write_text(text.replace("trace_buf_size = 0", "trace_buf_size = 2"))
+    file.write_text(text.replace("seed = 42", "seed = 2"))
     changed = file.stat().st_mtime_ns + 1_000_000_000
     os.utime(file, ns=(changed, changed))
-    assert read_config(flag).comm.trace_buf_size == 2
+    assert read_config(flag).debug.seed == 2
+
+
+@pytest.mark.parametrize("name", ["llama3_debug", "llama3_debug_diloco"])
+def test_debug_runs_have_a_flight_recorder(name: str) -> None:
+    """They had none, so no test ran with torchtitan's default, and all groups wrote their records to one path."""
+    assert read_config(f"--job.config_file={CONFIG.with_stem(name)}").comm.trace_buf_size > 0
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ class AbortableNccl(ProcessGroupNCCL):
         # Read whenever a communicator is made. torchtitan has set it to 3 for those of the group: whoever loses a peer
         # there ends, as its group must. A lost group must end nobody, and nobody may take what is left for a sum.
         os.environ[device.ASYNC_ERROR_HANDLING] = "0"
+        os.environ.update(device.NO_DUMPS)
         self._pg: Any
         self._longest = timeout.total_seconds()  # that the set-up of a communicator may ever take
         self._patience = 0.0  # seconds that it may take, as far as this was found out

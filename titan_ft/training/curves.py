@@ -71,12 +71,15 @@ def keep_curves(job_config: JobConfig, rank: int) -> None:
     titan_metrics.WandBLogger = lambda log_dir, config, tag=None: WandBLogger(str(folder), config, tag)
 
 
-def keep_traces(job_config: JobConfig) -> None:
-    """Let torchtitan's profiler write each group's traces and memory snapshots to a folder of its own.
+def keep_traces(job_config: JobConfig, attempt: int) -> None:
+    """Let torchtitan write each group's traces, memory snapshots and flight records to a folder of its own.
 
-    That is FOLDER/iteration_N/replica_R, as in torchtitan's own fault-tolerant runs: all groups have a rank 0.
+    All groups have a rank 0. Traces are in FOLDER/iteration_N/replica_R, as in torchtitan's own fault-tolerant runs.
+    Flight records are in FOLDER/replica_R/attempt_A: a group that starts again must not overwrite the last record.
     """
+    comm = job_config.comm
     folder = f"replica_{job_config.fault_tolerance.replica_id}"
+    comm.save_traces_folder = f"{comm.save_traces_folder}/{folder}/attempt_{attempt}"
     for enable in (profiling.maybe_enable_profiling, profiling.maybe_enable_memory_snapshot):
         setattr(torchtitan.train, enable.__name__, partial(_trace, enable, leaf_folder=folder))
 
