@@ -3,16 +3,14 @@
 """What runs on a GPU waits for what it reads: the same training on an accelerator whose streams run late.
 
 Two groups of one rank train, copy, heal and replay on `tests.fake_accelerator`; every byte must be what the same code
-makes on a CPU. Then each wait that the engine has is left out, one at a time, and must be missed.
+makes on a CPU. `tests/cuda/test_late_streams.py` removes each wait, with torch's own streams.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import sys
 import threading
@@ -20,14 +18,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.fake_accelerator import FakeAccelerator, LateNccl, LateWork, Stream, installed, move
+from tests.fake_accelerator import FakeAccelerator, LateNccl, Stream, installed, move
 from tests.replica.conftest import TinyTraining
 from titan_ft import device
 from titan_ft.replica import host_memory
@@ -687,67 +684,6 @@ def test_sums_go_to_the_device_as_they_are(queued: bool, backend: str) -> None:
             return accelerator.pageable[thread] - before
 
         assert _together(run) == [0] * NUM_MEMBERS
-
-
-# Waits
-
-
-WAITS = ("synchronize", "record_event", "wait_for", "join_stream")
-PACKAGE = Path(device.__file__).parent / "replica"
-
-
-def find_waits() -> list[tuple[str, int]]:
-    """Return where the engine waits for the device, also for what a process group does on it: file and line."""
-    return [
-        (str(path.relative_to(PACKAGE)), node.lineno)
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for function in ast.walk(ast.parse(path.read_text()))
-        if isinstance(function, ast.FunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if ast.unparse(node.func) in {f"device.{name}" for name in WAITS} or _waits_for_work(path.name, function, node)
-    ]
-
-
-def _waits_for_work(file: str, function: ast.FunctionDef, call: ast.Call) -> bool:
-    if file != "exchange.py" or function.name == "_all_reduce":  # that one is Gloo's, in host memory
-        return False
-    return ast.unparse(call.func).endswith(".wait") and ast.unparse(call.func) != "self._membership.wait"
-
-
-@contextlib.contextmanager
-def left_out(file: str, line: int) -> Iterator[None]:
-    """Let one of the engine's waits do nothing."""
-
-    def unless_there(original: Callable[..., Any], nothing: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1)
-            there = caller.f_lineno == line and caller.f_code.co_filename.endswith(f"replica/{file}")
-            return (nothing if there else original)(*args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "synchronize", unless_there(device.synchronize, lambda *_: None))
-        patch.setattr(device, "record_event", unless_there(device.record_event, lambda **_: None))
-        patch.setattr(device, "wait_for", unless_there(device.wait_for, lambda *_: None))
-        patch.setattr(device, "join_stream", unless_there(device.join_stream, lambda *_: None))
-        patch.setattr(LateWork, "wait", unless_there(LateWork.wait, lambda *_: None))
-        yield
-
-
-@pytest.mark.slow  # `.ci/run` runs it, after the default tests
-@pytest.mark.parametrize(("file", "line"), find_waits())
-def test_each_wait_is_needed(file: str, line: int) -> None:
-    """Without it a byte is another one, under some order of some scenario."""
-    with left_out(file, line):
-        for seed, scenario, backend in itertools.product(range(24), SCENARIOS[file], BACKENDS):
-            try:
-                if not agrees(scenario, backend, seed):
-                    return
-            except Exception:  # noqa: BLE001  # what was read too early may be anything
-                return
-    raise AssertionError(f"nobody misses the wait in {file}:{line}")
 
 
 def with_moments(
