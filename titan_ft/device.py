@@ -220,10 +220,12 @@ def require(process_group: str, local_rank: int) -> None:
 
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""torchtitan writes it, for the communicators of the group; `AbortableNccl` does for its own, which come later."""
+"""torchtitan writes it, for the communicators of the group; `AbortableNccl` does for its own, which come later.
+
+So a value of the user's has no effect. Nor has NCCL_ASYNC_ERROR_HANDLING, the older name: torch prefers this one.
+"""
 
 _NCCL_OFF = {
-    ASYNC_ERROR_HANDLING: "torch's watchdog would end this process when a peer is lost",
     "TORCH_NCCL_ENABLE_MONITORING": "torch's heartbeat monitor would end this process when a peer is lost",
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "all threads would stop for their stacks when a peer is lost",
     "TORCH_NCCL_PROPAGATE_ERROR": "torch's watchdog would wait for the store of a peer that is lost",
@@ -265,11 +267,9 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
             f'{name} must be {rule} with fault_tolerance.process_group = "nccl", got {environ[name]!r}: {why}; unset it'
         )
 
-    # torchrun gives this to all of its workers, and torchtitan overwrites it.
-    by_torchrun = {ASYNC_ERROR_HANDLING: "1"} if "TORCHELASTIC_RUN_ID" in environ else {}
     for name, why in _NCCL_OFF.items():
         for each in (name, name.removeprefix("TORCH_")):  # the older names of some
-            if environ.get(each, "0").strip() not in ("0", by_torchrun.get(each)):
+            if environ.get(each, "0").strip() != "0":
                 raise refuse(each, "0", why)
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").strip().upper() == "DETAIL":
         raise refuse("TORCH_DISTRIBUTED_DEBUG", "OFF or INFO", f"it turns {ASYNC_ERROR_HANDLING} on")
@@ -278,15 +278,18 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
         why = "the exchange and a collective of the group could wait for each other in one queue"
         raise refuse(name, f">= {_MIN_CONNECTIONS}", why)
     name = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-    if (seconds := environ.get(name)) is not None and not (seconds.isdecimal() and int(seconds) >= 1):
-        raise refuse(name, "a whole number of seconds >= 1", "torch cuts fractions off")
+    least = math.ceil(timeout_ms / 1000)  # torch cuts fractions off
+    seconds = environ.get(name)
+    if seconds is not None and not (seconds.isdecimal() and int(seconds) >= least):
+        why = "the set-up of a communicator may take process_group_timeout_ms"
+        raise refuse(name, f"a whole number of seconds >= {least}", why)
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS": str(_MAX_CONNECTIONS),
-        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(timeout_ms / 1000)),
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(least),
         **{each: environ[each] for each in ("CUDA_DEVICE_MAX_CONNECTIONS", name) if each in environ},
         _DUMPS: environ.get(_DUMPS, "0"),  # torchtitan sets it with comm.trace_buf_size
         _DUMP_TIME: environ.get(_DUMP_TIME, str(_DUMP_MS)),
-        **dict.fromkeys(_NCCL_OFF.keys() - {ASYNC_ERROR_HANDLING}, "0"),
+        **dict.fromkeys(_NCCL_OFF, "0"),
     }
 
 
