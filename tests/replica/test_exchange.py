@@ -1024,6 +1024,7 @@ def flights(ring: Ring, number: int, timeout_seconds: float = DEADLINE) -> tuple
     made = [_Flight(rank.seat, [], CPU, lambda _: True, frozenset(), 1, None, True) for rank in ranks]  # type: ignore[arg-type]
     for flight, rank in zip(made, ranks, strict=True):
         flight._quorum = rank.seat.wait()
+        flight._turn.held().__enter__()  # as its own thread does
     return made, groups
 
 

@@ -24,19 +24,16 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # exported at run time
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-)
 
 from titan_ft import device
 from titan_ft.replica import half
 from titan_ft.replica.bucket import Bucket, Count, Gradient, Part, Sums, partition
+from titan_ft.replica.collectives import all_gather, all_reduce, all_to_all, rehearse_sums
 from titan_ft.replica.errors import first_line
 from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
-from titan_ft.replica.quantize import add_up, encode, left_behind
+from titan_ft.replica.quantize import add_up, encode, left_behind, payload_bytes
+from titan_ft.replica.turn import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +177,7 @@ class GradientExchange:
     @property
     def under_way(self) -> bool:
         """Say whether what was launched goes on by itself: the other members have not given all of their sums yet."""
-        return self._flight is not None and self._flight.is_alive
+        return self._flight is not None and self._flight.is_summing
 
     def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts], *, due: bool = True) -> Reduced:
         """Complete the exchange and return the rows and messages of all members; the buckets then hold the sums.
@@ -199,6 +196,7 @@ class GradientExchange:
         """
         flight = self._flight or self._launch(lambda quorum: gives, gives=gives, due=due)
         self._armed = self.spoiled = False
+        unsafe = False  # whether an operation that was broken off may still touch the buckets
         try:
             self._fill_all()
             self.came = min(self.came, time.monotonic())
@@ -209,12 +207,13 @@ class GradientExchange:
             return reduced
         except ExchangeError:
             self._membership.abort()
-            if self._where.type == "cpu":  # an operation of Gloo that was broken off may still touch its tensors
-                for bucket in self._buckets:
-                    bucket.renew()
+            unsafe = self._where.type == "cpu"  # every one of Gloo's; of NCCL's one that is still being launched
             raise
         finally:
             flight.join()
+            if unsafe or flight.left:
+                for bucket in self._buckets:
+                    bucket.renew()
             self._flight = None
             self._wire_bytes += flight.wire_bytes
 
@@ -233,6 +232,31 @@ class GradientExchange:
             self._membership.timeout
         )
         return deadline
+
+    def rehearse(self, group: Any, num_members: int) -> None:
+        """Make each collective of an exchange once, as large as that of the largest bucket; part of NCCL's set-up.
+
+        NCCL connects the members for an algorithm when it is first used (`ncclCollPreconnect`). Without this the first
+        exchange of each communicator would wait for that, and could not be aborted meanwhile.
+
+        Args:
+            group: a process group of torch's.
+        """
+        if num_members == 1 or not self._buckets:
+            return
+        timeout, largest = self._membership.timeout, max(self._buckets, key=lambda bucket: bucket.num_bytes)
+        num_values, num_exact = largest.values.numel(), largest.exact.numel()
+        summed = num_exact  # facts travel by sums in any case
+        if largest.halves:
+            rows = half.cut(torch.zeros_like(largest.values), torch.zeros_like(largest.exact), num_members)
+            part, _ = half.add_up(all_to_all(group, rows, timeout), num_exact)
+            all_gather(group, part.view(torch.uint8), num_members, timeout)
+        elif largest.residual is not None:
+            payload = torch.zeros(payload_bytes(num_values, num_exact), dtype=torch.uint8, device=self._where)
+            all_gather(group, payload, num_members, timeout)
+        else:
+            summed = largest.flat.numel()
+        rehearse_sums(group, summed, self._where, timeout)
 
     def take_wire_bytes(self) -> int:
         """Return the bytes of gradients that this rank has sent since it was asked last, in broken exchanges too."""
@@ -416,7 +440,15 @@ class GradientExchange:
 
 
 class _Flight:
-    """One exchange under way. Its thread waits for the quorum, so that neither backward nor a hook ever does."""
+    """One exchange under way. Its thread waits for the quorum, so that neither backward nor a hook ever does.
+
+    The thread makes all of the collectives. torch leaves a thread that launches one while another thread aborts the
+    communicator waiting, at full load, until TORCH_NCCL_NONBLOCKING_TIMEOUT is over: NCCLComm::getAsyncError finds no
+    communicator any more, and C10D_NCCL_CHECK_TIMEOUT_BASE ignores that. So the training thread may leave this one.
+
+    Attributes:
+        left: the thread was left in an operation; it touches nothing afterwards.
+    """
 
     def __init__(
         self,
@@ -433,9 +465,6 @@ class _Flight:
         self._contributes, self._describe = contributes, describe
         self._given, self._num_fragments, self._due = given, num_fragments, due
         self._full: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
-        self._options = AllreduceOptions()  # of a sum
-        self._row_options = AllToAllOptions()
-        self._options.timeout = self._row_options.timeout = membership.timeout
         self._works: list[Any] = []
         self.contributed = False  # whether this rank's gradients are in it; known when the thread has ended
         self.used: list[list[float] | None] = []  # the parts' weights in each bucket; None = it did not travel
@@ -443,6 +472,10 @@ class _Flight:
         self.wire_bytes = 0  # of gradients, that this rank has sent
         self.travelling: frozenset[int] = frozenset()  # fragments that are summed; the same on all members
         self._quorum: Quorum | None = None
+        self._facts: queue.SimpleQueue[OwnFacts | None] = queue.SimpleQueue()  # this member's, of the training thread
+        self._summed = threading.Event()  # the thread has made all sums, or has ended
+        self._ended = threading.Event()
+        self._turn = Turn(self._is_broken if where.type != "cpu" else None)  # Gloo's operations end soon after an abort
         self._rows: Reduced | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="titan_ft_exchange", daemon=True)
@@ -451,28 +484,40 @@ class _Flight:
         self._thread.start()
 
     @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    def left(self) -> bool:
+        return self._turn.left
+
+    def _is_broken(self) -> bool:
+        return self._membership.process_group.errored() is not None
+
+    @property
+    def is_summing(self) -> bool:
+        return not self._summed.is_set()
 
     def hand_over(self, bucket: Bucket) -> None:
         self._full.put(bucket)
 
     def finish(self, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
         self._full.put(None)
-        self._thread.join()
+        self._turn.wait(self._summed)
+        if self._error is None and self._describe is None and not self.left:
+            assert self._quorum is not None
+            try:
+                self._facts.put(describe(self._quorum))
+            except Exception as error:
+                raise _broken(error) from error
+        self._turn.wait(self._ended)
+        if self.left:
+            raise ExchangeError("aborted, and an operation is still being launched")
         if self._error is not None:
             raise self._error
-        try:
-            return self._rows or self._gather_rows(describe)
-        except Exception as error:  # every backend raises its own kinds for a lost peer
-            raise _broken(error) from error
+        assert self._rows is not None
+        return self._rows
 
-    def _gather_rows(self, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
+    def _gather_rows(self, row: Sequence[float], message: bytes) -> Reduced:
         """Gather the rows and messages; with them the host reads whatever else it must know of the sums."""
         assert self._quorum is not None
-        row, message = describe(self._quorum)
         own = torch.tensor([*row, len(message), 0.0], dtype=torch.float64).to(self._where, non_blocking=True)
-        device.wait_for(self._queued, self._where)
         travelled = [bucket for bucket in self._buckets if bucket.fragment in self.travelling]
         if self.contributed and travelled:  # not finite if one of them is not; float64 has room for all of them
             own[-1] = torch.stack([bucket.total for bucket in travelled]).sum(dtype=torch.float64)
@@ -511,25 +556,39 @@ class _Flight:
         """Return flat copies in host memory, in one dtype, behind everything that is in flight: the host waits once."""
         self._await_works()
         flat = [tensor.reshape(-1) for tensor in tensors]
-        values = (torch.cat(flat) if len(flat) > 1 else flat[0]).cpu()
+        joined = torch.cat(flat) if len(flat) > 1 else flat[0]
+        with self._turn.operation():
+            values = joined.cpu()
         # Only now: garbage of a broken sum would let this rank send buckets, or bytes, where the others send rows.
         self._raise_errored()
         return torch.split_with_sizes(values, [tensor.numel() for tensor in flat])
 
     def join(self) -> None:
-        """End the thread; it never outlives its exchange, because the next one writes the same buckets.
+        """End the thread, or leave it; in either case it does not touch the buckets, which the next exchange writes.
 
         Nor does what it has queued: on a GPU, sums that were broken off write until their abort is through, and what
         is queued next on this stream, such as gradients into the same buckets, comes behind them.
         """
         self._full.put(None)
-        self._thread.join()
+        self._facts.put(None)
+        self._turn.wait(self._ended)
+        if self.left:
+            with device.side_stream(self._where):
+                self._queued = device.record_event()
         device.wait_for(self._queued, self._where)
         for work in self._works:
             with contextlib.suppress(RuntimeError):  # one that was aborted may say so; the stream waits all the same
                 work.wait()
 
     def _run(self) -> None:
+        try:
+            with self._turn.held():
+                self._exchange()
+        finally:
+            self._summed.set()
+            self._ended.set()
+
+    def _exchange(self) -> None:
         try:
             quorum = self._membership.wait()
             if quorum.error is not None:
@@ -541,14 +600,15 @@ class _Flight:
                 try:
                     self._send()
                 finally:
-                    self._queued = device.record_event() if self._where.type != "cpu" else None
+                    if not self.left:
+                        self._queued = device.record_event() if self._where.type != "cpu" else None
         except Exception as error:  # noqa: BLE001  # thread edge: finish() raises it on the training thread
             # Without a quorum nothing was exchanged: the error is that of the membership, and ends the run.
             known = isinstance(error, ExchangeError) or self._quorum is None
             self._error = error if known else _broken(error)
 
     def _send(self) -> None:
-        """Sum the buckets as they become full; what was sent whole has its rows gathered too."""
+        """Sum the buckets as they become full, then gather the rows."""
         full: set[int] = set()
         # Rounds without gradients are rows only: they must not compete with the transfer that they wait for.
         self.travelling = self._agree_on_fragments()
@@ -571,7 +631,12 @@ class _Flight:
         # thread is at it until the other members have given theirs (`under_way`).
         self._await_works(but=0 if self._where.type == "cpu" else len(self._works))
         if self._describe is not None:
-            self._rows = self._gather_rows(self._describe)
+            assert self._quorum is not None
+            self._rows = self._gather_rows(*self._describe(self._quorum))
+            return
+        self._summed.set()
+        if (facts := self._facts.get()) is not None:
+            self._rows = self._gather_rows(*facts)
 
     def _agree_on_fragments(self) -> frozenset[int]:
         """Return the fragments that the members whose gradients are in this exchange give, all of them alike.
@@ -617,12 +682,16 @@ class _Flight:
 
     def _await_works(self, but: int = 0) -> None:
         while len(self._works) > but:
-            self._works.pop(0).wait()
+            with self._turn.operation():
+                self._works[0].wait()
+            self._works.pop(0)
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         assert self._quorum is not None
         if len(self._quorum.members) > 1:
-            self._works.append(self._membership.process_group.allreduce([tensor], self._options))
+            with self._turn.operation():
+                work = all_reduce(self._membership.process_group, tensor, self._membership.timeout)
+            self._works.append(work)
             if self._where.type == "cpu":  # the wire is never idle; NCCL's queue up on the GPU
                 self._await_works(but=_IN_FLIGHT - 1)
 
@@ -631,9 +700,8 @@ class _Flight:
         return self._in_slices(self._all_to_all_once, rows)
 
     def _all_to_all_once(self, rows: torch.Tensor) -> torch.Tensor:
-        received = torch.empty_like(rows)
-        self._membership.process_group.alltoall_base(received, rows, [], [], self._row_options).wait()
-        return received
+        with self._turn.operation():
+            return all_to_all(self._membership.process_group, rows, self._membership.timeout)
 
     def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a vector of every member, shape [num_members, own.numel()]; on a GPU it is there for what follows."""
@@ -641,11 +709,8 @@ class _Flight:
 
     def _all_gather_once(self, own: torch.Tensor) -> torch.Tensor:
         assert self._quorum is not None
-        gathered = own.new_empty((len(self._quorum.members), own.numel()))
-        options = AllgatherOptions()
-        options.timeout = self._membership.timeout
-        self._membership.process_group.allgather([list(gathered)], [own], options).wait()
-        return gathered
+        with self._turn.operation():
+            return all_gather(self._membership.process_group, own, len(self._quorum.members), self._membership.timeout)
 
     def _in_slices(self, operation: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
         """Return what an operation of all members makes of `given`, shape [num_members, given.shape[-1]].

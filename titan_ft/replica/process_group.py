@@ -33,10 +33,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
-from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, create_store_client
 
 from titan_ft import device
+from titan_ft.replica.collectives import all_reduce
 from titan_ft.replica.reach import within
 from titan_ft.run.process import borrowed_socket, own_sockets
 
@@ -47,6 +47,13 @@ _IDLE_LOOKS = 3  # in a row: what a member sent before it closed its connections
 _TIMEVAL_BYTES = 16  # of struct timeval, as 64-bit systems have it
 _TCP_INFO_CARRIED = 120  # offset in struct tcp_info, of linux/tcp.h: bytes acknowledged, bytes received
 _ABORT_SECONDS = 2.0  # that a new communicator waits for the abort of the one before
+# torch's own time of an operation is 10 minutes, whatever the operation's options say. After that its watchdog reports
+# corrupted data, has every rank of member 0's group dump its flight record, and never reports a lost member again.
+_NO_TIMEOUT = timedelta(days=365)
+_LAUNCH_SECONDS = 0.2  # that an abort waits for the end of a launch
+# Multiprocessors that a kernel of the exchange may hold. The kernel has the highest priority and waits for the slowest
+# group: with NCCL's own number, up to 32, backward would lose a quarter of an H100 meanwhile. NCCL_MAX_CTAS wins.
+_MAX_CTAS = 8
 
 
 def build_process_group(backend: str, timeout: timedelta, host: str = "") -> ProcessGroup:
@@ -142,12 +149,73 @@ class BreakableGloo(ProcessGroupGloo):
         return _Operation(work, self._aborted, self._links)
 
 
-class AbortableNccl(ProcessGroupNCCL):
-    """A reconfigurable NCCL process group: what waits for a lost peer ends in time, whoever it waits in.
+class _Communicator:
+    """A communicator of torch's that is launched on, or aborted, but not both at once.
 
-    An operation by itself has no time; `deadline` bounds them all.
+    torch takes NCCL's pointer under a lock, and launches without it: an abort in between frees what the launch uses.
+    """
+
+    def __init__(self, pg: Any) -> None:
+        self.pg = pg
+        self.last: Any = None  # torch's work of the last operation
+        self.over = False
+        self._launch = threading.Lock()
+
+    def allreduce(self, *arguments: Any) -> Any:
+        return self._begin(self.pg.allreduce, arguments)
+
+    def allgather(self, *arguments: Any) -> Any:
+        return self._begin(self.pg.allgather, arguments)
+
+    def alltoall_base(self, *arguments: Any) -> Any:
+        return self._begin(self.pg.alltoall_base, arguments)
+
+    def _begin(self, operation: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        with self._launch:
+            if self.over:
+                raise RuntimeError("the communicator is aborted")
+            self.last = operation(*arguments)
+            return self.last
+
+    def abort(self, *, errored: bool, aborted: threading.Event | None = None) -> None:
+        """Abort it, again if need be: NCCL may have made it only after the first abort.
+
+        The caller drops it on a thread that nobody waits for: its end waits for torch's threads.
+
+        Args:
+            errored: False if no operation is expected to be under way.
+            aborted: set when the communicator is aborted. Not when it is dropped: torch's watchdog may first import
+                torch._inductor, for the stack of a failed operation, which takes longer than a set-up waits.
+        """
+        self.over = True
+        # A launch that takes longer waits for a peer, in torch's poll: NCCL's pointer is in use no more.
+        launched = self._launch.acquire(timeout=_LAUNCH_SECONDS)
+        last, self.last = self.last, None
+        try:
+            # torch's watchdog takes the abort for an error of an operation that it still has in its list: it logs
+            # stacks, and has every rank dump its flight record.
+            if not errored and last is not None and last.is_completed():
+                self.pg._wait_for_pending_works()
+            self.pg.abort()
+        except RuntimeError:  # NCCL has refused
+            logger.exception("a communicator of NCCL cannot be aborted")
+        finally:
+            if launched:
+                self._launch.release()
+        if aborted is not None:
+            aborted.set()
+
+
+class AbortableNccl(ProcessGroupNCCL):
+    """A reconfigurable NCCL process group: every wait for a lost peer ends in time.
+
+    `deadline` bounds all operations together. A single operation has no time of its own, neither here nor in torch.
 
     `device.nccl_environment` must be in force: otherwise torch ends the process itself when a peer is lost.
+
+    Attributes:
+        rehearse: makes each collective that will be in use once, as large as it will be; part of every set-up. It gets
+            what to call for collectives and the number of members.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -156,13 +224,16 @@ class AbortableNccl(ProcessGroupNCCL):
         # there ends, as its group must. A lost group must end nobody, and nobody may take what is left for a sum.
         os.environ[device.ASYNC_ERROR_HANDLING] = "0"
         os.environ.update(device.NO_DUMPS)
+        self.rehearse: Callable[[Any, int], None] = lambda group, num_members: None
         self._pg: Any
         self._longest = timeout.total_seconds()  # that the set-up of a communicator may ever take
         self._patience = 0.0  # seconds that it may take, as far as this was found out
         self._swap = threading.Lock()  # held to put `_pg` in force, or to take it away
         self._attempt: object | None = None  # the set-up that may put one in force; None = over, or aborted
         self._failure: Exception | None = None  # see `errored`; torchft's own is also written by a set-up that is over
-        self._aborting = threading.Thread()  # of the last communicator that worked
+        self._works = False  # whether the communicator in force has been connected
+        self._aborted = threading.Event()  # set when the last communicator that worked has been aborted
+        self._aborted.set()
         self._allowed, self._due = 0.0, math.inf  # seconds of the `deadline` in force, and when they are over
 
     def configure(
@@ -176,22 +247,23 @@ class AbortableNccl(ProcessGroupNCCL):
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Build the communicator of a new quorum, up to a first sum over all members.
+        """Build the communicator of a new quorum, and rehearse the exchange with it.
 
-        torch returns while NCCL is still connecting them. A member that is lost then would be missed in the exchange,
-        behind a lock that keeps everybody from aborting it. And NCCL itself may hang before it returns. All of it may
-        take the timeout that is set, or twice what the last one took. A set-up that ran out of time may take twice that
-        the next time: a job so large that it needs longer finds this out by itself.
+        NCCL connects the members in the first collective, and each of its algorithms in the first collective that uses
+        it. An exchange would wait for that, and an abort in the middle of it leaves torch waiting for the end of
+        TORCH_NCCL_NONBLOCKING_TIMEOUT (NCCLUtils.hpp, C10D_NCCL_CHECK_TIMEOUT_BASE).
+
+        The set-up may take the timeout that is set, or twice what the last one took. A set-up that ran out of time may
+        take twice that the next time: a job so large that it needs longer finds this out by itself.
 
         Raises:
             RuntimeError: the one before cannot be aborted, NCCL has an error, or this one was aborted meanwhile.
             TimeoutError: it took too long.
         """
         self.abort(errored=False)
-        if self._aborting.ident is not None:  # its memory is freed behind all that runs on this GPU, the new one too
-            self._aborting.join(_ABORT_SECONDS)
-            if self._aborting.is_alive():
-                raise RuntimeError("the communicator of the quorum before is still being aborted")
+        # CUDA frees the memory of the one before after all that runs on this GPU, kernels of the new one included.
+        if not self._aborted.wait(_ABORT_SECONDS):
+            raise RuntimeError("the communicator of the quorum before is still being aborted")
         # As torchft's does, whose set-up reads these. But that one puts in force whatever it has made, whenever it has.
         self._replica_id, self._quorum_id, self._rank = replica_id, quorum_id, rank
         self._group_rank, self._group_world_size, self._global_ranks = group_rank, group_world_size, global_ranks
@@ -199,15 +271,25 @@ class AbortableNccl(ProcessGroupNCCL):
         connect = partial(create_store_client, store_addr, timeout=self._timeout)
         use_device, where = device.for_thread(), device.exchange_device("nccl")
 
-        def set_up() -> Any:
+        def set_up() -> None:
             use_device()
-            pg = self._make(attempt, connect, rank, world_size)
-            self._sum_once(pg, where, world_size)
-            return pg
+            made: list[_Communicator] = []
+            problem: str | None = None
+            try:
+                self._connect(attempt, made, connect, rank, world_size, where)
+            except Exception as error:  # noqa: BLE001  # NCCL, torch and its store have many kinds
+                problem = str(error).split("\n", 1)[0]
+            if problem is not None:
+                # On every path, by the thread that made it: an abort from elsewhere may have come before NCCL had
+                # anything to abort. Raised outside of the handler, without the frames of the failed calls: they hold
+                # the communicator, and only gc would free such a cycle, for seconds, on the training thread.
+                if made:
+                    made.pop().abort(errored=True)
+                raise RuntimeError(problem)
 
         self._attempt = attempt
         try:
-            pg = within(limit, set_up)
+            within(limit, set_up)
         except TimeoutError:
             self._patience = min(2 * limit, self._longest)
             self._give_up("not connected in time")
@@ -215,20 +297,20 @@ class AbortableNccl(ProcessGroupNCCL):
         except Exception:
             self._give_up("not connected")
             raise
-        if (error := self.errored()) is not None:
-            raise error
         self._patience = min(2 * (time.monotonic() - began), self._longest)
-        if world_size > 1:
-            threading.Thread(target=self._watch, args=(pg,), name="titan_ft_nccl_watch", daemon=True).start()
 
     def abort(self, errored: bool = True) -> None:
         """End all operations and drop the communicator; waits for nothing, which `configure` does.
 
-        One that is being set up is dropped when it is there, at the latest.
+        A communicator that is being set up is aborted as soon as torch's lock is free, at the latest after
+        TORCH_NCCL_NONBLOCKING_TIMEOUT (`NCCLComm::waitReady`).
+
+        Args:
+            errored: False if no operation is expected to be under way.
         """
         with self._swap:
             self._attempt, pg = None, self._pg
-        self._aborting = self._break_off(pg, "aborted") or self._aborting
+        self._break_off(pg, "aborted", errored=errored)
 
     @contextlib.contextmanager
     def deadline(self, timeout: timedelta) -> Iterator[None]:
@@ -258,24 +340,55 @@ class AbortableNccl(ProcessGroupNCCL):
     def _wrap_work(self, work: Any, opts: object) -> Any:
         return work
 
-    def _make(self, attempt: object, connect: Callable[[], Any], rank: int, world_size: int) -> Any:
-        """Make a communicator and put it in force; on a thread whose set-up may be over before it is done.
+    def _connect(
+        self,
+        attempt: object,
+        made: list[_Communicator],
+        connect: Callable[[], Any],
+        rank: int,
+        world_size: int,
+        where: torch.device,
+    ) -> None:
+        """Make a communicator, put it in force and use it; on a thread whose set-up may be over before it is done.
+
+        In force before it connects: `abort` and the watch end a set-up as they end an exchange.
+
+        Args:
+            made: gets the communicator as soon as there is one.
 
         Raises:
-            RuntimeError: it was.
+            RuntimeError: the set-up is over.
         """
+        over = RuntimeError("aborted while it was being set up")
         store = connect()
-        if self._attempt is attempt:
-            pg = self._create_pg(store, rank, world_size)
-            with self._swap:
-                if self._attempt is attempt:
-                    self._pg, self._failure = pg, None
-                    return pg
-            _abort([pg])
-        raise RuntimeError("aborted while it was being set up")
+        if self._attempt is not attempt:
+            raise over
+        made.append(_Communicator(self._create_pg(store, rank, world_size)))
+        with self._swap:
+            if self._attempt is not attempt:
+                raise over
+            self._pg, self._failure, self._works = made[0], None, False
+        if world_size > 1:
+            threading.Thread(target=self._watch, args=(made[0],), name="titan_ft_nccl_watch", daemon=True).start()
+        # Waits with torch's lock (NCCLComm::waitReady), so that an abort comes after it. If it were left to the first
+        # collective, that one would be launched on the communicator that the abort has freed meanwhile.
+        self._connect_pg(made[0].pg)
+        with device.side_stream(where):
+            # Not by this object's methods: a set-up that is over must not send on the communicator of another one.
+            self.rehearse(made[0], world_size)
+            ones = torch.ones(1, device=where)
+            all_reduce(made[0], ones, self._timeout).wait()
+            total = int(ones.item())  # the host waits for all of it; an abort leaves anything
+        with self._swap:
+            if self._pg is not made[0]:
+                raise over
+            if total == world_size:
+                self._works = True
+                return
+        raise RuntimeError(f"NCCL has connected {total} of {world_size} members")
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-        """Make what torchft makes, with a stream of high priority.
+        """Make what torchft makes, not connected yet, with a stream of high priority, a bound of SMs and no timeout.
 
         Each communicator takes a stream of torch's pool, 32 for a priority, in turn: after so many quorums that of the
         sums would be one that FSDP or a copy of the state has, and a collective of the group would wait behind a sum.
@@ -285,6 +398,8 @@ class AbortableNccl(ProcessGroupNCCL):
 
         options: Any = Backend.Options(is_high_priority_stream=True)
         options.config.blocking = False
+        options.config.max_ctas = _MAX_CTAS
+        options._timeout = _NO_TIMEOUT
         if self._global_ranks:
             options.global_ranks_in_group = self._global_ranks
         if self._group_rank and self._group_world_size:
@@ -294,65 +409,56 @@ class AbortableNccl(ProcessGroupNCCL):
         pg._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         backend: Any = Backend(store, rank, world_size, options)
         backend._set_sequence_number_for_group()
-        backend.eager_connect_single_device(torch.device(torch.accelerator.current_device_index()))
         pg._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
         return pg
+
+    @staticmethod
+    def _connect_pg(pg: Any) -> None:
+        where = torch.device("cuda", torch.accelerator.current_device_index())
+        pg._get_backend(torch.device("cuda")).eager_connect_single_device(where)
 
     def _give_up(self, reason: str) -> None:
         """End the set-up under way: what it has made is aborted, and what it will make too."""
         with self._swap:
             self._attempt, pg = None, self._pg
             self._failure = RuntimeError(reason)
-        self._break_off(pg, reason)  # a lock may keep the abort waiting: nobody waits for it
+        self._break_off(pg, reason)
 
-    def _break_off(self, pg: Any, reason: str) -> threading.Thread | None:
-        """Abort `pg` if it is the one in force; returns the thread that does, and that waits for torch's own."""
+    def _break_off(self, pg: _Communicator | None, reason: str, *, errored: bool = True) -> None:
+        """Abort `pg` if it is the one in force, on a thread of its own: torch's locks may keep it waiting."""
         with self._swap:
             if pg is None or self._pg is not pg:
-                return None
+                return
             self._failure = RuntimeError(reason)
             self._pg = None
-        thread = threading.Thread(target=_abort, args=([pg],), name="titan_ft_nccl_abort", daemon=True)
-        thread.start()
-        return thread
+            pg.over = True  # before the thread runs
+            aborted = threading.Event()
+            if self._works:
+                self._aborted = aborted
+            self._works = False
+        abort = partial(pg.abort, errored=errored, aborted=aborted)
+        threading.Thread(target=abort, name="titan_ft_nccl_abort", daemon=True).start()
 
-    def _watch(self, pg: Any) -> None:
+    def _watch(self, pg: _Communicator) -> None:
         """Abort `pg` when its kernel would go on waiting.
 
-        That is when NCCL has an error of it, as where a connection was closed, or when a `deadline` is over.
+        That is when torch has an error of it, as where a connection of NCCL's was closed, or when a `deadline` is over.
         """
+        backend = pg.pg._get_backend(torch.device("cuda"))
         while self._pg is pg:
             reason = ""
-            if _backend(pg).get_error() == ErrorType.COMM_ERROR:
+            error = backend.get_error()
+            if error == ErrorType.COMM_ERROR:
                 reason = "NCCL has lost a member"
+            elif error != ErrorType.SUCCESS:  # torch keeps the first error, and hides every later one
+                reason = f"torch reports {error.name}"
             elif time.monotonic() > self._due:
                 reason = f"the exchange is not complete after {self._allowed:g} s"
             if reason:
                 logger.warning("the exchange is broken off: %s", reason)
-                self._aborting = self._break_off(pg, reason) or self._aborting
+                self._break_off(pg, reason)
                 return
             time.sleep(_LOOK_SECONDS)
-
-    @staticmethod
-    def _sum_once(pg: Any, where: torch.device, world_size: int) -> None:
-        with device.side_stream(where):
-            ones = torch.ones(1, device=where)
-            pg.allreduce([ones], AllreduceOptions()).wait()
-            if (total := int(ones.item())) != world_size:  # waits for it; an abort leaves anything
-                raise RuntimeError(f"NCCL has connected {total} of {world_size} members")
-
-
-def _backend(pg: Any) -> Any:
-    return pg._get_backend(torch.device("cuda"))
-
-
-def _abort(pgs: list[Any]) -> None:
-    """Abort the only process group of a list, and drop it here: its end waits for torch's threads."""
-    try:
-        pgs[0].abort()
-    except RuntimeError:  # torch's own limit is over, or NCCL has refused
-        logger.exception("a communicator of NCCL cannot be aborted")
-    pgs.clear()
 
 
 def _is_gloo(descriptor: int, inode: int) -> bool:

@@ -191,7 +191,7 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     thread.start()
     thread.join(seconds)
     if errors:
-        raise errors[0]
+        raise errors.pop()  # a list that kept it would be in a cycle with it: its frames would live until a gc
     if not results:
         raise TimeoutError(f"no answer for {seconds:g} s")
     return results[0]

@@ -178,7 +178,7 @@ class Links:
         num_microbatches: int,
     ) -> GradientExchange:
         config = self._config
-        return GradientExchange(
+        exchange = GradientExchange(
             exchanged,
             self.membership,
             bucket_bytes=int(config.bucket_size_mb * 2**20),
@@ -192,6 +192,9 @@ class Links:
             dtype=TORCH_DTYPE_MAP[config.exchange_dtype],
             counts=spec.token_counts(model_parts),
         )
+        if config.process_group == "nccl":
+            self.membership.process_group.rehearse = exchange.rehearse
+        return exchange
 
     def _on_served(
         self, joiner: str, snapshot: Snapshot, num_bytes: int, copy_seconds: float, serve_seconds: float
