@@ -72,11 +72,7 @@ FRAGMENTS = ("--fault_tolerance.num_fragments=2", "--fault_tolerance.fragment_sy
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(
-            ("--fault_tolerance.exchange_dtype=bfloat16",),
-            id="bfloat16",
-            marks=pytest.mark.xfail(strict=True, reason="to be mended: no step is ever made"),
-        ),
+        pytest.param(("--fault_tolerance.exchange_dtype=bfloat16",), id="bfloat16"),
         pytest.param((*ROUNDS, "local_sgd"), id="local_sgd"),
         pytest.param((*ROUNDS, "diloco", "--fault_tolerance.should_quantize"), id="diloco_8_bits"),
         pytest.param((*ROUNDS, "diloco", *FRAGMENTS), id="streaming_diloco"),

@@ -15,7 +15,6 @@ from harness.fixtures import make_job, pytest_runtest_makereport, runs, zygote  
 from harness.job import PROCESS_GROUP
 
 NOT_OVER_NCCL = {
-    "test_arithmetic.py::test_groups_in_bfloat16_stay_identical_and_near_fp32": "to be mended: no step is ever made",
     "test_config_mistakes.py::test_nccl_without_a_gpu": "a GPU is there",
     "test_experts.py::test_a_healed_group_balances_as_its_peers_do[deepseek_v3-1-1]": "torch's histogram of whole "
     "numbers has kernels for CUDA, and none for a CPU, which the stand-in computes with",
