@@ -1,18 +1,23 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Operators of the stand-in that CUDA computes otherwise than the CPU: attention's dropout, AMP, float8."""
+"""Operators of the stand-in that CUDA computes otherwise than the CPU, and a job with the CPU's bits."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan_ft.run.events import StepCommitted
+from titan_ft.run.log import read_events
+
+_ROOT = Path(__file__).parents[2]
 _BACKENDS = [(SDPBackend.EFFICIENT_ATTENTION, torch.float32), (SDPBackend.FLASH_ATTENTION, torch.bfloat16)]
 
 
@@ -103,3 +108,43 @@ def test_dtensor_draws_in_the_order_of_the_cpu() -> None:
         command, env={**os.environ, "STAND_IN_RNG": "cpu"}, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_attention_in_bfloat16_does_not_choose_cudnn() -> None:
+    """torchtitan's wrapper asks for cuDNN first, and the stand-in has none."""
+    query, key, value = (torch.zeros(2, 3, 8, 16, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(backends, set_priority=True):
+        chosen = torch._fused_sdp_choice(query, key, value, is_causal=True)
+    assert chosen == SDPBackend.FLASH_ATTENTION.value
+
+
+_AS_CPU = {"STAND_IN_RNG": "cpu", "STAND_IN_FORMULAS": "cpu", "OMP_NUM_THREADS": "1"}
+_STEPS = 3
+
+
+def _digests(folder: Path, devices: int) -> dict[tuple[int, int, int], str | None]:
+    """Train two groups of two ranks; returns the digest of each rank's state by (step, group, rank)."""
+    command = [sys.executable, "-m", "titan_ft", "launch", "configs/llama3_debug.toml", "--run-dir", str(folder)]
+    groups = ["--replicas", "2", "--ranks-per-replica", "2"]
+    flags = [f"--training.steps={_STEPS}", "--training.seq_len=64", "--fault_tolerance.digest_every=1"]
+    environment = {**os.environ, **_AS_CPU, "FAKE_CUDA_DEVICES": str(devices)}
+    done = subprocess.run(
+        [*command, *groups, "--", *flags], cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {}
+    for event in read_events(folder / "events"):
+        if isinstance(event, StepCommitted):
+            found[event.step, event.replica, event.rank] = event.digest
+    return found
+
+
+@pytest.mark.slow
+def test_a_job_has_the_bits_of_a_cpu_run(tmp_path: Path) -> None:
+    """Weights, gradients, the norm and AdamW's state of two groups of two ranks, in each step."""
+    on_stand_in = _digests(tmp_path / "stand_in", devices=2)
+    on_cpu = _digests(tmp_path / "cpu", devices=0)
+    assert len(on_cpu) == _STEPS * 4
+    assert None not in on_cpu.values()
+    assert on_stand_in == on_cpu
