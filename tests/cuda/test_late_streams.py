@@ -92,6 +92,7 @@ def test_the_tables_name_every_scenario() -> None:
     assert {name for name in own if name[0] != "_" and name != "exchange_goes_on"} == set(SCENARIOS)
 
 
+@pytest.mark.slow  # a minute
 def test_late_streams_change_nothing() -> None:
     check_late(late_cases([(scenario, "nccl") for scenario in _QUICK_SCENARIOS], [*LATE, LAZY[0]]))
 

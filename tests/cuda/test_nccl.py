@@ -283,8 +283,17 @@ def test_a_set_up_does_not_wait_for_what_torch_does_after_an_abort() -> None:
 LOST = 1  # the rank that is killed, of three
 
 
-@pytest.mark.parametrize("noticed", ["by NCCL", "by nobody"])
-@pytest.mark.parametrize("when", ["set-up", "launch", "kernel", "abort"])
+@pytest.mark.parametrize(
+    ("when", "noticed"),
+    [
+        ("set-up", "by nobody"),
+        ("launch", "by nobody"),
+        ("kernel", "by NCCL"),
+        ("kernel", "by nobody"),
+        ("abort", "by NCCL"),
+        ("abort", "by nobody"),
+    ],
+)
 def test_a_member_is_killed(when: str, noticed: str) -> None:
     """The survivors' processes live, their exchange breaks off, and the two of them meet again and sum.
 
