@@ -1273,6 +1273,16 @@ def test_a_rank_that_does_not_contribute_adds_no_counts(ring: Ring) -> None:
 # Overlap
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_offloaded_gradients_have_no_hooks(monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
+    """With a hook, FSDP2 waits for the copy of each gradient from the device to host memory."""
+    monkeypatch.setattr(exchange.device, "on_cpu", lambda: on_cpu)
+    parameter = nn.Parameter(torch.zeros(3))
+    GradientExchange([parameter], None, bucket_bytes=100, where=CPU, overlap=True)  # type: ignore[arg-type]
+    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]  # no public name
+    assert bool(hooks) == on_cpu
+
+
 def test_buckets_leave_during_backward(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layers' all-reduce is launched while backward is still at the first layer."""
     rank, peer = ring.rank(bucket_bytes=1), ring.rank(bucket_bytes=1)

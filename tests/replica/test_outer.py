@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchft.process_group import ProcessGroupGloo
 
-from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.exchange import GradientExchange, Reduced
 from titan_ft.replica.member import Member, Quorum
@@ -111,22 +110,6 @@ def test_a_retry_has_the_same_change() -> None:
     assert outer.anchors[0].grad is not None
     assert outer.anchors[0].grad.item() == 0.5
     assert outer.anchors[0].item() == 1.0
-
-
-def test_an_update_waits_for_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exchange copies them from the device without waiting."""
-    group = model(1.0)
-    outer = OuterModel([group], LOCAL_SGD)
-    outer.take_changes({0: 1.0})
-
-    def arrive() -> None:
-        assert outer.anchors[0].grad is not None
-        outer.anchors[0].grad.fill_(0.25)
-        monkeypatch.undo()
-
-    monkeypatch.setattr(device, "synchronize", arrive)
-    outer.step()
-    assert weights(group) == [0.75]
 
 
 def test_the_norm_is_that_of_the_whole_change() -> None:

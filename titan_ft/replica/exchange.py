@@ -75,7 +75,8 @@ class GradientExchange:
         membership: provides quorum and process group.
         bucket_bytes: size of a bucket; a larger parameter gets a bucket of its own.
         where: device of the buckets (`device.exchange_device`).
-        overlap: launch buckets during backward. Needs gradients that are final when autograd's hook runs.
+        overlap: launch buckets during backward. Needs gradients that are final when autograd's hook runs. With CPU
+            offload `finish` launches them, after backward.
         microbatches: of a pipeline's schedule, where autograd's hook runs behind each: a gradient is final with the
             last of so many calls. 1 where FSDP makes the calls, once behind all of them. 0 = there is no pipeline.
         gradient_scale: what the local gradients are yet to be multiplied with to be those of the losses that are told;
@@ -133,7 +134,11 @@ class GradientExchange:
         self._room: Future[list[torch.Tensor]] | None = None  # host memory for the next copy of them
         self._on_device = WeakSet[Sums]()  # the copies there that somebody still has
         self._most_on_device = 0
-        if overlap:
+        # With CPU offload no gradient is taken before the end of backward. FSDP2 copies each gradient to host memory,
+        # and with a hook on the parameter it would wait for each copy (`foreach_reduce` in torch's _fsdp_collectives).
+        # Without hooks it waits once, at the end of backward (`FSDPParamGroup.finalize_backward`).
+        offloads = self._on_host and not device.on_cpu()
+        if overlap and not offloads:
             for bucket in self._buckets:
                 for index, part in enumerate(bucket.parts):
                     if isinstance(part, Gradient):
@@ -371,6 +376,10 @@ class GradientExchange:
                 bucket.settle()
             bucket.write(flat, weights, scale, self._gradient_scale)
         self._read = device.record_event()
+        if self._on_host and self._where.type != "cpu":
+            # The optimizer reads these gradients on the host. A copy from the device into pinned memory, as FSDP's CPU
+            # offload allocates it, does not make the host wait.
+            device.synchronize([self._read])
 
     def _launch(
         self,

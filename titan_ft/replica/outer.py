@@ -122,7 +122,6 @@ class OuterModel:
         Returns:
             The sum of squares of this rank's part of the gradients; ranks that hold the same part share it.
         """
-        device.synchronize()  # the exchange's sums are copied to host memory without waiting
         squares = 0.0
         for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True):
             if anchor.grad is not None:
