@@ -87,6 +87,9 @@ bool has_tag(const c10::OperatorHandle& handle, at::Tag tag) {
 Mode mode_of(const c10::OperatorHandle& handle, std::string_view base_name, bool is_copy) {
   if (is_copy || base_name == "_foreach_copy_")
     return Mode::kCopy;
+  // The original's scan of the mask never ends here: masked_select's backward stood still.
+  if (base_name.starts_with("masked_scatter"))
+    return Mode::kAtOnce;
   if (has_tag(handle, at::Tag::dynamic_output_shape) ||
       has_tag(handle, at::Tag::data_dependent_output))
     return Mode::kAtOnce;
