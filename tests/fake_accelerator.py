@@ -222,6 +222,9 @@ class FakeAccelerator:
         streams: dict[int, Stream] = self._thread.__dict__.setdefault("streams", {})
         return streams.get(index, self.defaults[index])
 
+    def set_stream(self, stream: Stream) -> None:
+        self.use(stream)
+
     def get_memory_info(self, where: torch.device) -> tuple[int, int]:
         return self.free_bytes, 1 << 40
 
@@ -493,6 +496,11 @@ class LateNccl:
     def errored(self) -> Exception | None:
         """Return why it was aborted."""
         return self._error
+
+    @property
+    def parent(self) -> Any:
+        """Return what carries out a collective, as torchft does."""
+        return self
 
     def deadline(self, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
         """Break off nothing."""

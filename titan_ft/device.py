@@ -385,8 +385,14 @@ def side_stream(where: torch.device, use: str = "exchange") -> Iterator[None]:
         yield
         return
     torch.accelerator.set_device_index(where.index or 0)
-    with _stream_of_its_own(where, use):
+    # Not `with stream:`, which keeps the stream to go back to in the stream itself. The exchange's thread may be left
+    # in this one: the training thread would go on on that thread's stream, and the other way round.
+    before = torch.accelerator.current_stream(where)
+    torch.accelerator.set_stream(_stream_of_its_own(where, use))
+    try:
         yield
+    finally:
+        torch.accelerator.set_stream(before)
 
 
 @functools.cache

@@ -198,7 +198,7 @@ def test_forty_communicators_leave_nothing() -> None:
     """No thread, descriptor, mapping or memory of the GPU. torch's watchdog takes none of their ends for an error."""
     with members(2) as ranks:
         do_all(ranks, "reconfigure", "a", 2, [0, 1])
-        before = do_all(ranks, "settle", {"threads": [], "mapped": 0}, SOON)
+        before = do_all(ranks, "settle", {"threads": [], "mapped": 0, "num_threads": 2}, SOON)
         for answer in do_all(ranks, "reconfigure", "b", 40, [0, 1]):
             assert answer["failed"] is None
         for rank, held in zip(ranks, before, strict=True):
