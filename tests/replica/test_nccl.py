@@ -27,6 +27,7 @@ from torchft import futures
 
 from tests.fake_accelerator import installed
 from titan_ft import device
+from titan_ft.replica import exchange as replica_exchange
 from titan_ft.replica import process_group
 from titan_ft.replica.errors import LighthouseError
 from titan_ft.replica.exchange import ExchangeError, GradientExchange
@@ -383,6 +384,35 @@ def test_what_is_over_in_time_is_not_broken_off_later(store: TCPStore) -> None:
     for _ in range(2):
         assert looks.acquire(timeout=DEADLINE), "nobody watches it any more"
     assert nccl.errored() is None
+
+
+def test_a_thread_that_was_left_launches_nothing_in_the_next_quorum(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it was left before its call has reached torch: it goes on when the next communicator is in force."""
+    at_launch, goes_on = threading.Event(), threading.Event()
+    threads, begin = list[threading.Thread](), replica_exchange.all_reduce
+
+    def begin_late(group: Any, tensor: torch.Tensor, timeout: timedelta) -> Any:
+        threads.append(threading.current_thread())
+        at_launch.set()
+        assert goes_on.wait(DEADLINE)
+        return begin(group, tensor, timeout)
+
+    with installed(0, 1):
+        nccl = Nccl()
+        configure(nccl, store, "a")
+        monkeypatch.setattr(replica_exchange, "all_reduce", begin_late)
+        own = build_exchange(Seat(nccl))
+        threading.Thread(target=lambda: at_launch.wait(DEADLINE) and nccl.abort(), daemon=True).start()
+        with pytest.raises(ExchangeError, match="still being launched"):
+            own.finish(True, lambda quorum: ([0.0], b""))
+        configure(nccl, store, "b")
+        of_set_up = nccl.made[1].tensor
+        goes_on.set()
+        threads[0].join(DEADLINE)
+        assert not threads[0].is_alive()
+        assert nccl.made[1].tensor is of_set_up, "it has launched on another communicator"
 
 
 def test_the_time_of_an_exchange_begins_with_its_quorum() -> None:

@@ -500,6 +500,15 @@ class _Flight:
         return self._membership.process_group.errored() is not None
 
     @property
+    def _group(self) -> Any:
+        """Return what to call for a collective; read while the thread has its turn.
+
+        In an operation the thread may have been left, and the communicator in force be that of the next quorum: there
+        its collective would be taken for one of the next exchange.
+        """
+        return self._membership.process_group if self._where.type == "cpu" else self._membership.process_group.parent
+
+    @property
     def is_summing(self) -> bool:
         return not self._summed.is_set()
 
@@ -698,8 +707,9 @@ class _Flight:
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         assert self._quorum is not None
         if len(self._quorum.members) > 1:
+            group = self._group
             with self._turn.operation():
-                work = all_reduce(self._membership.process_group, tensor, self._membership.timeout)
+                work = all_reduce(group, tensor, self._membership.timeout)
             self._works.append(work)
             if self._where.type == "cpu":  # the wire is never idle; NCCL's queue up on the GPU
                 self._await_works(but=_IN_FLIGHT - 1)
@@ -709,8 +719,9 @@ class _Flight:
         return self._in_slices(self._all_to_all_once, rows)
 
     def _all_to_all_once(self, rows: torch.Tensor) -> torch.Tensor:
+        group = self._group
         with self._turn.operation():
-            return all_to_all(self._membership.process_group, rows, self._membership.timeout)
+            return all_to_all(group, rows, self._membership.timeout)
 
     def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a vector of every member, shape [num_members, own.numel()]; on a GPU it is there for what follows."""
@@ -718,8 +729,9 @@ class _Flight:
 
     def _all_gather_once(self, own: torch.Tensor) -> torch.Tensor:
         assert self._quorum is not None
+        group = self._group
         with self._turn.operation():
-            return all_gather(self._membership.process_group, own, len(self._quorum.members), self._membership.timeout)
+            return all_gather(group, own, len(self._quorum.members), self._membership.timeout)
 
     def _in_slices(self, operation: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
         """Return what an operation of all members makes of `given`, shape [num_members, given.shape[-1]].
