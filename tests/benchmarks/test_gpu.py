@@ -20,13 +20,14 @@ import pytest
 from benchmarks import gpu, gpu_plan, gpu_probes, gpu_runs
 from benchmarks.gpu_plan import Gpus, Plan, base_config, job_config, recipe_config
 from benchmarks.gpu_report import Report, Row
-from benchmarks.gpu_runs import judge_parity, judge_ratio, judge_run, judge_waits, measure_steps
+from benchmarks.gpu_runs import find_forks, judge_parity, judge_ratio, judge_run, judge_waits, measure_steps
 from benchmarks.parity import Witness
 from benchmarks.run import BenchError
 from benchmarks.systems import STOCK, Config, Job
 from tests.history.histories import killed_run
 from titan_ft.config import ConfigError
 from titan_ft.history.record import RunRecord
+from titan_ft.launch.zygote import NO_FORKS
 from titan_ft.run.events import StepCommitted
 
 ROOT = Path(__file__).parents[2]
@@ -519,6 +520,16 @@ def test_training_may_wait_for_what_it_must_know(stock: Any, ours: Any, ranks: i
     judge_waits({STOCK: stock, "nccl": ours}, Plan(2 * ranks), report)
     assert report.rows[-1].verdict == verdict
     assert bool(report.problems) == (verdict != "holds")
+
+
+def test_a_machine_on_which_nothing_forks_says_why(tmp_path: Path) -> None:
+    assert find_forks(tmp_path) == "yes"
+    log = tmp_path / "logs" / "zygote.log"
+    log.parent.mkdir()
+    log.write_text("a warning\n")
+    assert find_forks(tmp_path) == "yes"
+    log.write_text(f"a warning\n{NO_FORKS}threads were started: cuda00001c00008\n")
+    assert find_forks(tmp_path) == "no: threads were started: cuda00001c00008"
 
 
 def test_on_a_cpu_nothing_is_traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ FORK_SECONDS = 30.0
 """Without an answer for so long the zygote counts as lost; a fork takes milliseconds."""
 IMPORT_SECONDS = 600.0
 """For its imports, of a cold network file system at worst."""
+NO_FORKS = "no process can be forked: "
+"""In its log, before the reason."""
 
 
 _STOP, _GO_ON = "stop", "go-on"
@@ -288,7 +290,7 @@ def main() -> int:
             return 0
         obstacle = preload(module, worker_args)
         if obstacle:
-            print(f"no process can be forked: {obstacle}", file=sys.stderr, flush=True)
+            print(f"{NO_FORKS}{obstacle}", file=sys.stderr, flush=True)
             return 1
         serve(connection)
     return 0
