@@ -335,7 +335,7 @@ _pinned = PinnedMemory()
 
 def release_host_memory() -> None:
     """Give back the memory that `empty_host` keeps; returns at once."""
-    _pinned.release()
+    _pinned.release_kept()
 
 
 def free_bytes(where: torch.device) -> int:

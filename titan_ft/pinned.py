@@ -35,23 +35,27 @@ class _Block:
 
 
 class PinnedMemory:
-    """Makes tensors in pinned memory, and unpins the memory after their end; for one GPU. Any thread."""
+    """Allocates pinned tensors for one GPU, and unpins a tensor's memory after the tensor is freed.
+
+    Thread-safe. All callers must use the same current device: the thread that unpins uses it, too.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._kept: defaultdict[int, list[_Block]] = defaultdict(list)  # by size
-        # Blocks whose tensor has ended. None: a call of `release`.
-        self._left: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
+        # Blocks whose tensor has been freed. None: a call of `release_kept`.
+        self._freed: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
 
     def take(self, num_bytes: int, *, keep: bool) -> torch.Tensor:
         """Return a flat tensor of uint8; nothing is written into it.
 
         Args:
-            keep: after the tensor's end, keep its memory for the next tensor of this size, until `release`.
+            keep: after the tensor is freed, keep its memory for the next tensor of this size, until `release_kept`.
 
         Raises:
-            RuntimeError, OSError: the host has no such memory left.
+            RuntimeError: CUDA cannot pin the memory.
+            OSError: the host cannot map the memory.
         """
         device = torch.cuda.current_device()
         block = None
@@ -64,22 +68,23 @@ class PinnedMemory:
         if block is None:
             block = _pin(num_bytes, device, keep)
         view = memoryview(block.memory)
-        # A tensor ends on any thread and in any line: a garbage collection may end it while this
-        # thread holds `_lock`, or a lock of `threading`. `put` needs neither.
+        # A tensor may be freed on any thread, even by a garbage collection while this thread holds
+        # `_lock`. So the finalizer only calls `SimpleQueue.put`, which is reentrant.
         # In a forked child no thread serves the queue, so the child unpins and unmaps nothing.
-        weakref.finalize(view, self._left.put, block).atexit = False
+        # At the end of the process the kernel frees the memory: no finalizer runs.
+        weakref.finalize(view, self._freed.put, block).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def release(self) -> None:
-        """Give what is kept back to the host; returns at once."""
+    def release_kept(self) -> None:
+        """Unpin the blocks that are kept; returns at once. A block in use with `keep` is still kept later."""
         if self._thread is not None:
-            self._left.put(None)
+            self._freed.put(None)
 
     def _serve(self, device: int) -> None:
         # A new thread uses GPU 0, where each rank would open a context of 0.3 to 0.5 GB.
         torch.cuda.set_device(device)
         while True:
-            block = self._left.get()
+            block = self._freed.get()
             # A stream may still copy from the block or to it, and nobody knows which stream.
             # So wait for all; a kernel that waits for a lost peer delays nothing but this thread.
             torch.cuda.synchronize()
@@ -99,9 +104,9 @@ class PinnedMemory:
 
 def _pin(num_bytes: int, device: int, keep: bool) -> _Block:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # At a fork, of a data loader's workers for instance, the kernel would copy all pinned pages.
-    # Kernels before 5.12 do not: the next write moves this process to new pages, and the GPU
-    # continues with the old ones.
+    # At a fork, of a data loader's workers for instance, Linux copies all pinned pages. Before 5.12
+    # it shares them: the next write of this process goes to a new page, and the GPU keeps using the
+    # old one.
     memory.madvise(mmap.MADV_DONTFORK)
     block = _Block(memory, keep)
 
@@ -109,8 +114,8 @@ def _pin(num_bytes: int, device: int, keep: bool) -> _Block:
         torch.cuda.set_device(device)
         return int(torch.cuda.cudart().cudaHostRegister(block.address, num_bytes, 0))
 
-    # CUDA keeps the error of a refused call, and the next kernel of the same thread raises it: so
-    # this thread launches none.
+    # CUDA raises the error of a refused call again at the next kernel launch of the same thread. So
+    # a thread of its own registers the memory, and launches no kernel.
     with ThreadPoolExecutor(1) as thread:
         torch.cuda.check_error(thread.submit(register).result())
     return block
@@ -124,7 +129,8 @@ def _unpin(block: _Block) -> None:
         size = len(block.memory) / 1e9
         logger.warning("%.3g GB of pinned memory cannot be given back to the host: %s", size, error)
     else:
-        block.memory.close()  # the end of its last reference would unmap it with Python's lock held
+        # `close` unmaps the memory without Python's lock. The end of the last reference would hold it.
+        block.memory.close()
 
 
 _lost: list[_Block] = []

@@ -32,14 +32,14 @@ COUNTED = {
 """The functions that a step goes through, with all of their lines, as they were when those of a step were counted."""
 
 
-def test_a_committed_step_is_at_most_650_lines_in_seven_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_committed_step_is_at_most_655_lines_in_seven_files(capsys: pytest.CaptureFixture[str]) -> None:
     """The files that docs/design.md names for it come first, each of them is run, and their sum is small."""
     assert main(["--ranks", "2"]) == 0
     printed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     total, counts = int(printed[0][0]), {file: int(lines) for lines, file in printed[1 : len(STEP) + 1]}
     assert tuple(counts) == STEP
     assert all(counts.values())
-    assert total == sum(counts.values()) <= 650 - TRAINER
+    assert total == sum(counts.values()) <= 655 - TRAINER
     assert len(STEP) + 1 <= 7
     assert printed[len(STEP) + 1][1] == "helpers"
 

@@ -51,6 +51,9 @@ _SLICE_BYTES = 4 << 20
 _MOMENTS = 2  # of Adam, for each gradient
 # Sums of buckets over Gloo: its process group has two threads, and the third one waits for the next that is free.
 _IN_FLIGHT = 3
+# Values. The bucket of an unsharded embedding has gigabytes, and as much again may be more than the GPU has left.
+# For tensors above this size NCCL's choice of an algorithm should not change any more.
+_MOST_REHEARSED = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -250,17 +253,17 @@ class GradientExchange:
         if num_members == 1 or not self._buckets:
             return
         timeout, largest = self._membership.timeout, max(self._buckets, key=lambda bucket: bucket.num_bytes)
-        num_values, num_exact = largest.values.numel(), largest.exact.numel()
+        num_values, num_exact = min(largest.values.numel(), _MOST_REHEARSED), largest.exact.numel()
         summed = num_exact  # facts travel by sums in any case
         if largest.halves:
-            rows = half.cut(torch.zeros_like(largest.values), torch.zeros_like(largest.exact), num_members)
+            rows = half.cut(largest.values.new_zeros(num_values), torch.zeros_like(largest.exact), num_members)
             part, _ = half.add_up(all_to_all(group, rows, timeout), num_exact)
             all_gather(group, part.view(torch.uint8), num_members, timeout)
         elif largest.residual is not None:
             payload = torch.zeros(payload_bytes(num_values, num_exact), dtype=torch.uint8, device=self._where)
             all_gather(group, payload, num_members, timeout)
         else:
-            summed = largest.flat.numel()
+            summed = num_values + num_exact
         rehearse_sums(group, summed, self._where, timeout)
 
     def take_wire_bytes(self) -> int:

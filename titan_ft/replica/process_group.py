@@ -150,50 +150,51 @@ class BreakableGloo(ProcessGroupGloo):
 
 
 class _Communicator:
-    """A communicator of torch's that is launched on, or aborted, but not both at once.
+    """A communicator of torch's, which no thread aborts while another thread launches on it.
 
-    torch takes NCCL's pointer under a lock, and launches without it: an abort in between frees what the launch uses.
+    torch reads NCCL's pointer under a lock, and launches after releasing the lock. An abort in between would free the
+    communicator in use.
     """
 
     def __init__(self, pg: Any) -> None:
         self.pg = pg
-        self.last: Any = None  # torch's work of the last operation
-        self.over = False
+        self.last_work: Any = None  # torch's work of the last operation
+        self.is_aborted = False
         self._launch = threading.Lock()
 
     def allreduce(self, *arguments: Any) -> Any:
-        return self._begin(self.pg.allreduce, arguments)
+        return self._launch_collective(self.pg.allreduce, arguments)
 
     def allgather(self, *arguments: Any) -> Any:
-        return self._begin(self.pg.allgather, arguments)
+        return self._launch_collective(self.pg.allgather, arguments)
 
     def alltoall_base(self, *arguments: Any) -> Any:
-        return self._begin(self.pg.alltoall_base, arguments)
+        return self._launch_collective(self.pg.alltoall_base, arguments)
 
-    def _begin(self, operation: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def _launch_collective(self, operation: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         with self._launch:
-            if self.over:
+            if self.is_aborted:
                 raise RuntimeError("the communicator is aborted")
-            self.last = operation(*arguments)
-            return self.last
+            self.last_work = operation(*arguments)
+            return self.last_work
 
     def abort(self, *, errored: bool, aborted: threading.Event | None = None) -> None:
-        """Abort it, again if need be: NCCL may have made it only after the first abort.
+        """Abort the communicator. May be called twice: at the first call NCCL may not have created it yet.
 
-        The caller drops it on a thread that nobody waits for: its end waits for torch's threads.
+        The last reference must be dropped on a daemon thread: the destructor joins torch's threads.
 
         Args:
             errored: False if no operation is expected to be under way.
-            aborted: set when the communicator is aborted. Not when it is dropped: torch's watchdog may first import
-                torch._inductor, for the stack of a failed operation, which takes longer than a set-up waits.
+            aborted: set after the abort, before the destructor. The destructor may take longer than a set-up waits,
+                while torch's watchdog imports torch._inductor for the stack of a failed operation.
         """
-        self.over = True
-        # A launch that takes longer waits for a peer, in torch's poll: NCCL's pointer is in use no more.
+        self.is_aborted = True
+        # After this time, abort anyway: such a launch polls for a peer inside torch, and no longer uses NCCL's pointer.
         launched = self._launch.acquire(timeout=_LAUNCH_SECONDS)
-        last, self.last = self.last, None
+        last, self.last_work = self.last_work, None
         try:
-            # torch's watchdog takes the abort for an error of an operation that it still has in its list: it logs
-            # stacks, and has every rank dump its flight record.
+            # torch's watchdog reports an aborted operation in its list as a failure: it logs stacks, and has every
+            # rank dump its flight record. So let it remove the completed ones first.
             if not errored and last is not None and last.is_completed():
                 self.pg._wait_for_pending_works()
             self.pg.abort()
@@ -209,32 +210,35 @@ class _Communicator:
 class AbortableNccl(ProcessGroupNCCL):
     """A reconfigurable NCCL process group: every wait for a lost peer ends in time.
 
-    `deadline` bounds all operations together. A single operation has no time of its own, neither here nor in torch.
+    `deadline` limits a whole exchange. A single operation has no timeout, neither here nor in torch.
 
     `device.nccl_environment` must be in force: otherwise torch ends the process itself when a peer is lost.
 
     Attributes:
-        rehearse: makes each collective that will be in use once, as large as it will be; part of every set-up. It gets
-            what to call for collectives and the number of members.
+        rehearse: runs each collective of an exchange once, at full size; called with the communicator and the number
+            of members in every set-up.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         super().__init__(timeout=timeout)
-        # Read whenever a communicator is made. torchtitan has set it to 3 for those of the group: whoever loses a peer
-        # there ends, as its group must. A lost group must end nobody, and nobody may take what is left for a sum.
+        # torch reads this for each new communicator. torchtitan's 3 ends a process that loses a peer, which is right
+        # inside a group. The loss of another group must end no process, and no partial data may pass as a sum.
+        # A communicator that the group makes later gets 0 as well (docs/design.md, "NCCL between the groups").
         os.environ[device.ASYNC_ERROR_HANDLING] = "0"
         os.environ.update(device.NO_DUMPS)
         self.rehearse: Callable[[Any, int], None] = lambda group, num_members: None
         self._pg: Any
-        self._longest = timeout.total_seconds()  # that the set-up of a communicator may ever take
-        self._patience = 0.0  # seconds that it may take, as far as this was found out
-        self._swap = threading.Lock()  # held to put `_pg` in force, or to take it away
-        self._attempt: object | None = None  # the set-up that may put one in force; None = over, or aborted
-        self._failure: Exception | None = None  # see `errored`; torchft's own is also written by a set-up that is over
-        self._works = False  # whether the communicator in force has been connected
-        self._aborted = threading.Event()  # set when the last communicator that worked has been aborted
-        self._aborted.set()
-        self._allowed, self._due = 0.0, math.inf  # seconds of the `deadline` in force, and when they are over
+        self._max_setup_seconds = timeout.total_seconds()  # limit of every set-up
+        self._expected_setup_seconds = 0.0  # twice the last set-up; 0 before the first one
+        self._pg_lock = threading.Lock()  # held to set or clear `_pg`
+        self._setup: object | None = None  # the set-up that may set `_pg`; None: ended or aborted
+        # See `errored`. Not torchft's `_errored`: a set-up that was given up may still write that one.
+        self._failure: Exception | None = None
+        self._is_connected = False  # whether `_pg` is connected
+        self._last_abort_done = threading.Event()  # of the last connected communicator
+        self._last_abort_done.set()  # no abort is pending
+        self._deadline_seconds = 0.0  # of the `deadline` in force
+        self._deadline_at = math.inf  # by `time.monotonic`
 
     def configure(
         self,
@@ -253,54 +257,60 @@ class AbortableNccl(ProcessGroupNCCL):
         it. An exchange would wait for that, and an abort in the middle of it leaves torch waiting for the end of
         TORCH_NCCL_NONBLOCKING_TIMEOUT (NCCLUtils.hpp, C10D_NCCL_CHECK_TIMEOUT_BASE).
 
-        The set-up may take the timeout that is set, or twice what the last one took. A set-up that ran out of time may
-        take twice that the next time: a job so large that it needs longer finds this out by itself.
+        The limit of a set-up is the larger of `set_timeout`'s value and twice the last set-up, at most the
+        constructor's timeout. After a set-up that ran out of time the limit is doubled: a large job finds out what it
+        needs.
 
         Raises:
-            RuntimeError: the one before cannot be aborted, NCCL has an error, or this one was aborted meanwhile.
-            TimeoutError: it took too long.
+            RuntimeError: the previous communicator is still being aborted, NCCL reports an error, or this set-up was
+                aborted.
+            TimeoutError: the set-up took too long.
         """
         self.abort(errored=False)
-        # CUDA frees the memory of the one before after all that runs on this GPU, kernels of the new one included.
-        if not self._aborted.wait(_ABORT_SECONDS):
+        # Wait for the old abort. It frees GPU memory, for which CUDA waits for all kernels that run on this GPU: with
+        # kernels of the new communicator among them, the abort could wait for a peer.
+        if not self._last_abort_done.wait(_ABORT_SECONDS):
             raise RuntimeError("the communicator of the quorum before is still being aborted")
-        # As torchft's does, whose set-up reads these. But that one puts in force whatever it has made, whenever it has.
+        # Set the fields that `_create_pg` reads. torchft's own `configure` is not called: it installs its communicator
+        # even after the set-up was given up.
         self._replica_id, self._quorum_id, self._rank = replica_id, quorum_id, rank
         self._group_rank, self._group_world_size, self._global_ranks = group_rank, group_world_size, global_ranks
-        limit, began, attempt = max(self._timeout.total_seconds(), self._patience), time.monotonic(), object()
+        limit = max(self._timeout.total_seconds(), self._expected_setup_seconds)
+        began = time.monotonic()
+        setup = object()
         connect = partial(create_store_client, store_addr, timeout=self._timeout)
         use_device, where = device.for_thread(), device.exchange_device("nccl")
 
         def set_up() -> None:
             use_device()
-            made: list[_Communicator] = []
+            made: list[_Communicator] = []  # emptied below, so that no frame keeps the communicator alive
             problem: str | None = None
             try:
-                self._connect(attempt, made, connect, rank, world_size, where)
+                self._connect(setup, made, connect, rank, world_size, where)
             except Exception as error:  # noqa: BLE001  # NCCL, torch and its store have many kinds
                 problem = str(error).split("\n", 1)[0]
             if problem is not None:
-                # On every path, by the thread that made it: an abort from elsewhere may have come before NCCL had
-                # anything to abort. Raised outside of the handler, without the frames of the failed calls: they hold
-                # the communicator, and only gc would free such a cycle, for seconds, on the training thread.
+                # The thread that created the communicator always aborts it: an earlier abort may have found nothing in
+                # NCCL yet. The error is raised outside of the handler, without the frames of the failed calls. Those
+                # hold the communicator, and only gc would free such a cycle: for seconds, on the training thread.
                 if made:
                     made.pop().abort(errored=True)
                 raise RuntimeError(problem)
 
-        self._attempt = attempt
+        self._setup = setup
         try:
-            within(limit, set_up)
+            within(limit, set_up)  # after the limit its thread goes on, and discards its communicator (`_give_up`)
         except TimeoutError:
-            self._patience = min(2 * limit, self._longest)
+            self._expected_setup_seconds = min(2 * limit, self._max_setup_seconds)
             self._give_up("not connected in time")
             raise TimeoutError(f"NCCL has not connected the members within {limit:g} s") from None
         except Exception:
             self._give_up("not connected")
             raise
-        self._patience = min(2 * (time.monotonic() - began), self._longest)
+        self._expected_setup_seconds = min(2 * (time.monotonic() - began), self._max_setup_seconds)
 
     def abort(self, errored: bool = True) -> None:
-        """End all operations and drop the communicator; waits for nothing, which `configure` does.
+        """End all operations and drop the communicator. Does not block; the next `configure` waits for the abort.
 
         A communicator that is being set up is aborted as soon as torch's lock is free, at the latest after
         TORCH_NCCL_NONBLOCKING_TIMEOUT (`NCCLComm::waitReady`).
@@ -308,29 +318,29 @@ class AbortableNccl(ProcessGroupNCCL):
         Args:
             errored: False if no operation is expected to be under way.
         """
-        with self._swap:
-            self._attempt, pg = None, self._pg
+        with self._pg_lock:
+            self._setup, pg = None, self._pg
         self._break_off(pg, "aborted", errored=errored)
 
     @contextlib.contextmanager
     def deadline(self, timeout: timedelta) -> Iterator[None]:
-        """Break off the communicator in force if what follows, on this thread, takes longer.
+        """Abort the communicator if the block takes longer than `timeout`; operations of other threads end too.
 
-        Looked at by the thread that watches it anyway. torchft sets three timers for each operation, one of them with
-        an event on the GPU, and kept until its time is over: 480 a step at 8B.
+        The watch's thread checks the time. torchft would create three timers for each operation, one of them with an
+        event on the GPU, and keep each until it expires: 480 a step at 8B.
         """
-        self._allowed = timeout.total_seconds()
-        self._due = time.monotonic() + self._allowed
+        self._deadline_seconds = timeout.total_seconds()
+        self._deadline_at = time.monotonic() + self._deadline_seconds
         try:
             yield
         finally:
-            self._due = math.inf
+            self._deadline_at = math.inf
 
     def errored(self) -> Exception | None:
-        """Return why the communicator was aborted; None if it was not, and what the host has read of it is sound.
+        """Return why the communicator was aborted. None: it was not, so the results that were read so far are valid.
 
-        torchft waits for the whole GPU first: backward would be over before the first bucket is sent. The error is
-        there before any operation ends by it.
+        Unlike torchft's, this does not synchronize the GPU, which would delay the first bucket until backward ends. The
+        error is set before the abort ends any operation.
         """
         return self._failure
 
@@ -338,61 +348,62 @@ class AbortableNccl(ProcessGroupNCCL):
         return contextlib.nullcontext()  # see `deadline`
 
     def _wrap_work(self, work: Any, opts: object) -> Any:
-        return work
+        return work  # torchft's wrapper adds the timers that `deadline` replaces
 
     def _connect(
         self,
-        attempt: object,
+        setup: object,
         made: list[_Communicator],
         connect: Callable[[], Any],
         rank: int,
         world_size: int,
         where: torch.device,
     ) -> None:
-        """Make a communicator, put it in force and use it; on a thread whose set-up may be over before it is done.
+        """Create a communicator, set `_pg`, and connect it. Runs on a thread that may outlive its set-up.
 
-        In force before it connects: `abort` and the watch end a set-up as they end an exchange.
+        `_pg` is set before the communicator connects, so that `abort` and the watch end a set-up as they end an
+        exchange.
 
         Args:
             made: gets the communicator as soon as there is one.
 
         Raises:
-            RuntimeError: the set-up is over.
+            RuntimeError: the set-up was aborted, or ran out of time.
         """
-        over = RuntimeError("aborted while it was being set up")
+        setup_ended = RuntimeError("aborted while it was being set up")
         store = connect()
-        if self._attempt is not attempt:
-            raise over
+        if self._setup is not setup:
+            raise setup_ended
         made.append(_Communicator(self._create_pg(store, rank, world_size)))
-        with self._swap:
-            if self._attempt is not attempt:
-                raise over
-            self._pg, self._failure, self._works = made[0], None, False
+        with self._pg_lock:
+            if self._setup is not setup:
+                raise setup_ended
+            self._pg, self._failure, self._is_connected = made[0], None, False
         if world_size > 1:
             threading.Thread(target=self._watch, args=(made[0],), name="titan_ft_nccl_watch", daemon=True).start()
-        # Waits with torch's lock (NCCLComm::waitReady), so that an abort comes after it. If it were left to the first
-        # collective, that one would be launched on the communicator that the abort has freed meanwhile.
+        # Connect here: torch holds its lock meanwhile (NCCLComm::waitReady), so an abort waits. The first collective
+        # would otherwise be launched on a communicator that an abort has freed.
         self._connect_pg(made[0].pg)
         with device.side_stream(where):
-            # Not by this object's methods: a set-up that is over must not send on the communicator of another one.
+            # On the communicator, not on `self`: after a set-up was given up, `self._pg` may be the next one.
             self.rehearse(made[0], world_size)
             ones = torch.ones(1, device=where)
             all_reduce(made[0], ones, self._timeout).wait()
-            total = int(ones.item())  # the host waits for all of it; an abort leaves anything
-        with self._swap:
+            total = int(ones.item())  # waits for the sum; after an abort the value is arbitrary
+        with self._pg_lock:
             if self._pg is not made[0]:
-                raise over
+                raise setup_ended
             if total == world_size:
-                self._works = True
+                self._is_connected = True
                 return
         raise RuntimeError(f"NCCL has connected {total} of {world_size} members")
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-        """Make what torchft makes, not connected yet, with a stream of high priority, a bound of SMs and no timeout.
+        """Create torchft's process group, not connected yet, with a high-priority stream, few SMs and no timeout.
 
-        Each communicator takes a stream of torch's pool, 32 for a priority, in turn: after so many quorums that of the
-        sums would be one that FSDP or a copy of the state has, and a collective of the group would wait behind a sum.
-        Nobody else takes those of the highest priority (see `device.nccl_environment`).
+        Each communicator takes the next of torch's 32 streams of its priority. After 32 quorums that would be a stream
+        of FSDP or of a state's copy, and a collective of the group would queue after a sum. Only the exchange uses the
+        highest priority (see `device.nccl_environment`).
         """
         from torch.distributed import ProcessGroupNCCL as Backend  # not there on a CPU
 
@@ -402,7 +413,7 @@ class AbortableNccl(ProcessGroupNCCL):
         options._timeout = _NO_TIMEOUT
         if self._global_ranks:
             options.global_ranks_in_group = self._global_ranks
-        if self._group_rank and self._group_world_size:
+        if self._group_rank and self._group_world_size:  # as in torchft: rank 0 keeps the default name
             number = self._group_rank % self._group_world_size
             options.group_name = f"torchft_quorum_{self._quorum_id}_rank_{number}"
         pg: Any = dist.ProcessGroup(store, rank, world_size)
@@ -418,31 +429,31 @@ class AbortableNccl(ProcessGroupNCCL):
         pg._get_backend(torch.device("cuda")).eager_connect_single_device(where)
 
     def _give_up(self, reason: str) -> None:
-        """End the set-up under way: what it has made is aborted, and what it will make too."""
-        with self._swap:
-            self._attempt, pg = None, self._pg
+        """End the set-up: abort its communicator, or have its thread abort one that it creates later."""
+        with self._pg_lock:
+            self._setup, pg = None, self._pg
             self._failure = RuntimeError(reason)
         self._break_off(pg, reason)
 
     def _break_off(self, pg: _Communicator | None, reason: str, *, errored: bool = True) -> None:
-        """Abort `pg` if it is the one in force, on a thread of its own: torch's locks may keep it waiting."""
-        with self._swap:
+        """Abort `pg` if it is still `_pg`, on a thread of its own: torch's locks may keep the abort waiting."""
+        with self._pg_lock:
             if pg is None or self._pg is not pg:
                 return
             self._failure = RuntimeError(reason)
             self._pg = None
-            pg.over = True  # before the thread runs
+            pg.is_aborted = True  # before the thread runs
             aborted = threading.Event()
-            if self._works:
-                self._aborted = aborted
-            self._works = False
+            if self._is_connected:
+                self._last_abort_done = aborted
+            self._is_connected = False
         abort = partial(pg.abort, errored=errored, aborted=aborted)
         threading.Thread(target=abort, name="titan_ft_nccl_abort", daemon=True).start()
 
     def _watch(self, pg: _Communicator) -> None:
-        """Abort `pg` when its kernel would go on waiting.
+        """Abort `pg` when torch reports an error, such as a peer's closed connection, or when the deadline has passed.
 
-        That is when torch has an error of it, as where a connection of NCCL's was closed, or when a `deadline` is over.
+        Without an abort the kernels of `pg` would wait for the lost peer for ever.
         """
         backend = pg.pg._get_backend(torch.device("cuda"))
         while self._pg is pg:
@@ -452,8 +463,8 @@ class AbortableNccl(ProcessGroupNCCL):
                 reason = "NCCL has lost a member"
             elif error != ErrorType.SUCCESS:  # torch keeps the first error, and hides every later one
                 reason = f"torch reports {error.name}"
-            elif time.monotonic() > self._due:
-                reason = f"the exchange is not complete after {self._allowed:g} s"
+            elif time.monotonic() > self._deadline_at:
+                reason = f"the exchange is not complete after {self._deadline_seconds:g} s"
             if reason:
                 logger.warning("the exchange is broken off: %s", reason)
                 self._break_off(pg, reason)

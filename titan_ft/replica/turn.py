@@ -1,27 +1,28 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whose turn it is: a thread that works for another one, and that may be left in an operation which does not end."""
+"""A helper thread that the waiting thread can leave inside a hung operation."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-_LOOK_SECONDS = 0.1  # between two looks whether the operation was aborted
-_LEAVE_SECONDS = 0.5  # that the thread may need to come back from an operation that was aborted
+_POLL_SECONDS = 0.1
+_LEAVE_SECONDS = 0.5  # that an aborted operation has to return before its thread is left
 
 
 class Turn:
-    """The thread has its turn, except in an operation. Only then it can be left, and it has no other turn afterwards.
+    """A lock that the helper thread holds, except inside an `operation`. Only there `wait` can leave it.
+
+    A thread that was left may not continue: its operation raises when it returns.
 
     Args:
-        is_broken: says whether operations are aborted; without it the thread is never left.
+        is_broken: returns whether operations are aborted. None: the helper is never left.
 
     Attributes:
-        left: the thread was left.
+        left: the helper was left.
     """
 
     def __init__(self, is_broken: Callable[[], bool] | None) -> None:
@@ -30,15 +31,15 @@ class Turn:
         self.left = False
 
     def held(self) -> contextlib.AbstractContextManager[bool]:
-        """Do what the thread does, on the thread."""
+        """Hold the lock for the helper's whole run; called on the helper."""
         return self._lock
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
-        """Do what may take as long as other members like, on the thread.
+        """Release the lock during a call that may block on other members; called on the helper.
 
         Raises:
-            RuntimeError: the thread was left in it.
+            RuntimeError: the helper was left in this operation.
         """
         self._lock.release()
         try:
@@ -46,19 +47,23 @@ class Turn:
         finally:
             self._lock.acquire()
             if self.left:
-                raise RuntimeError("left in an operation")
+                raise RuntimeError("this thread was left in an aborted operation: its results are void")
 
     def wait(self, event: threading.Event) -> None:
-        """Wait for an event of the thread, or leave the thread in an operation that was aborted and does not end."""
+        """Return when `event` is set, or the helper was left; called on the thread that waits for the helper."""
         if self._is_broken is None:
             event.wait(None)
             return
-        broken = math.inf  # when the operation was seen to be aborted
-        while not (self.left or event.wait(_LOOK_SECONDS)):
-            if self._lock.locked() or not self._is_broken():
-                broken = math.inf
+        aborted_since: float | None = None
+        while not (self.left or event.wait(_POLL_SECONDS)):
+            helper_works = self._lock.locked()
+            if helper_works or not self._is_broken():
+                aborted_since = None
                 continue
-            broken = min(broken, time.monotonic())
-            if time.monotonic() - broken >= _LEAVE_SECONDS and self._lock.acquire(blocking=False):
+            if aborted_since is None:
+                aborted_since = time.monotonic()
+            if time.monotonic() - aborted_since < _LEAVE_SECONDS:
+                continue
+            if self._lock.acquire(blocking=False):  # False: the helper has just returned
                 self.left = True
                 self._lock.release()
