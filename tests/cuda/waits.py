@@ -30,7 +30,7 @@ _NO_SCENARIO = (
     "replica.exchange._Flight.join:wait",
     "replica.exchange._Flight.join:wait_for",
 )
-"""Waits of an exchange that broke off. No scenario misses them any more: its thread is left, and the buckets get new memory.
+"""Waits of an exchange that broke off. No scenario misses them: its thread is left, and buckets get new memory.
 
 They matter where the thread comes back in time; `test_nccl.py` breaks exchanges off without late streams.
 """
