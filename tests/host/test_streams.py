@@ -14,7 +14,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import datasets
@@ -390,7 +390,7 @@ def test_upstream_shifts_the_seeds_of_what_was_opened_before(upstream: ModuleTyp
 
 
 class Looped(torch.utils.data.IterableDataset[tuple[int, int]]):
-    """Reads epoch after epoch, as torchtitan's text dataset does; gives the worker's number and the epoch."""
+    """Reads pass after pass, as torchtitan's text dataset does; gives the worker's number and the pass's epoch."""
 
     def __init__(self, data: IterableDataset) -> None:
         self._data = data
@@ -399,19 +399,43 @@ class Looped(torch.utils.data.IterableDataset[tuple[int, int]]):
         worker = torch.utils.data.get_worker_info()
         assert worker is not None
         while True:
+            epoch = self._data.epoch
             for _ in self._data:
-                yield worker.id, self._data.epoch
+                yield worker.id, epoch
             self._data.set_epoch(self._data.epoch + 1)
+
+
+def epochs_of(found: list[tuple[int, int]], worker: int) -> list[int]:
+    return list(dict.fromkeys(epoch for each, epoch in found if each == worker))
 
 
 @pytest.mark.parametrize("needed", [True, False])
 def test_a_workers_epoch_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch, needed: bool) -> None:
-    """Without the patch two workers that come to the end of their files leave out an epoch each."""
+    """Without the patch each worker leaves out the epochs that the other one has counted.
+
+    The two workers share the epoch's memory, as forks do, and read in turns, one example each. In the
+    processes of a real loader the epochs that are left out depend on the workers' pace.
+    """
     if needed:
         monkeypatch.setattr(IterableDataset, "set_epoch", streams._upstream_set_epoch)
+    streams_read = [Pipelines(folder).source("json") for _ in range(2)]
+    streams_read[1]._epoch = streams_read[0]._epoch
+    readers = [iter(Looped(each)) for each in streams_read]
+    found: list[tuple[int, int]] = []
+    for turn in range(180):
+        info = SimpleNamespace(id=turn % 2, num_workers=2, dataset=None, seed=0)
+        monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda info=info: info)
+        found.append(next(readers[turn % 2]))
+    for worker in (0, 1):
+        seen = epochs_of(found, worker)
+        assert len(seen) > 2
+        assert (seen == list(range(len(seen)))) is not needed
+
+
+def test_each_process_of_a_loader_reads_every_epoch(folder: Path) -> None:
     loader = torch.utils.data.DataLoader(Looped(Pipelines(folder).source("json")), batch_size=None, num_workers=2)
     found = [(int(worker), int(epoch)) for (worker, epoch), _ in zip(loader, range(180), strict=False)]
     for worker in (0, 1):
-        seen = list(dict.fromkeys(epoch for each, epoch in found if each == worker))
+        seen = epochs_of(found, worker)
         assert len(seen) > 2
-        assert (seen == list(range(len(seen)))) is not needed
+        assert seen == list(range(len(seen)))
