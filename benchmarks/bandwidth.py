@@ -32,9 +32,9 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from benchmarks.links import UNTHROTTLED, pace
 from benchmarks.run import BenchError, progress
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.exchange import GradientExchange
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.process_group import build_process_group
+from titan_ft.gradients.exchange import GradientExchange
+from titan_ft.membership.process_group import build_process_group
+from titan_ft.protocol.member import Member, Quorum
 from titan_ft.run.process import borrowed_socket, own_sockets
 
 NUMS_MEMBERS = (2, 4)

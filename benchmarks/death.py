@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.gpu_plan import DEADLY_ATTEMPT
 from benchmarks.run import VICTIM
-from titan_ft.replica.process_group import AbortableNccl, BreakableGloo
+from titan_ft.membership.process_group import AbortableNccl, BreakableGloo
 
 
 def _die_in_set_up(owner: type) -> None:

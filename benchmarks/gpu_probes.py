@@ -30,9 +30,9 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 
 from benchmarks.run import BenchError
 from titan_ft import device
-from titan_ft.replica.exchange import GradientExchange
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.process_group import build_process_group
+from titan_ft.gradients.exchange import GradientExchange
+from titan_ft.membership.process_group import build_process_group
+from titan_ft.protocol.member import Member, Quorum
 
 ROOT = Path(__file__).parents[1]
 PROBE_SECONDS = 180.0
@@ -153,7 +153,7 @@ def _row_collectives(
     exchange: GradientExchange, group: Any, num_ranks: int
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
     """Return the exchange's own all-gather and all-to-all, where a communicator of one rank would not use them."""
-    name = "titan_ft.replica.collectives"
+    name = "titan_ft.membership.collectives"
     if importlib.util.find_spec(name) is not None:
         module = importlib.import_module(name)
         return (

@@ -32,9 +32,9 @@ from typing import Any
 import torch
 
 from benchmarks.run import BenchError, progress
-from titan_ft.replica.snapshot import Snapshot, TrainState
-from titan_ft.replica.state_fetch import fetch
-from titan_ft.replica.state_server import StateServer
+from titan_ft.transfer.snapshot import Snapshot, TrainState
+from titan_ft.transfer.state_fetch import fetch
+from titan_ft.transfer.state_server import StateServer
 
 NUMS_DONORS = (1, 2, 4, 8)
 LINK_MBPS = 100.0

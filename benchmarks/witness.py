@@ -27,7 +27,7 @@ from torchtitan.train import Trainer
 
 from benchmarks.parity import Witness, witness_file
 from titan_ft import device
-from titan_ft.replica.snapshot import TrainState
+from titan_ft.transfer.snapshot import TrainState
 
 NUM_DIGESTS = 5
 """That the seconds of one are the median of."""

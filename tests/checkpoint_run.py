@@ -31,9 +31,9 @@ from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
 from titan_ft.config import FaultTolerance  # noqa: E402
-from titan_ft.replica.feed import save_loader  # noqa: E402
-from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
-from titan_ft.replica.position import Position  # noqa: E402
+from titan_ft.engine.feed import save_loader  # noqa: E402
+from titan_ft.protocol.ledger import Entry, Ledger  # noqa: E402
+from titan_ft.protocol.position import Position  # noqa: E402
 from titan_ft.training import checkpoint_choice  # noqa: E402
 from titan_ft.training.checkpoint import ReplicaCheckpoints  # noqa: E402
 from titan_ft.training.checkpoint_folder import MANIFEST, is_complete  # noqa: E402

@@ -22,11 +22,11 @@ from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E
 
 from titan_ft import semi_sync  # noqa: E402
 from titan_ft.config import ConfigError, FaultTolerance  # noqa: E402
-from titan_ft.replica.decision import Update  # noqa: E402
-from titan_ft.replica.errors import Leaving  # noqa: E402
-from titan_ft.replica.feed import Reading  # noqa: E402
-from titan_ft.replica.ledger import Entry  # noqa: E402
-from titan_ft.replica.round import Contribution, Sign  # noqa: E402
+from titan_ft.engine.feed import Reading  # noqa: E402
+from titan_ft.engine.round import Contribution, Sign  # noqa: E402
+from titan_ft.protocol.decision import Update  # noqa: E402
+from titan_ft.protocol.errors import Leaving  # noqa: E402
+from titan_ft.protocol.ledger import Entry  # noqa: E402
 from titan_ft.round_settings import num_fragments  # noqa: E402
 from titan_ft.semi_sync import RoundWork, SemiSyncTrainer  # noqa: E402
 from titan_ft.trainer import ReplicaTrainer  # noqa: E402

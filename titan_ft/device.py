@@ -33,6 +33,11 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of `tensor`, not copied."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def on_cpu() -> bool:
     """Say whether this machine has no accelerator that torch can use."""
     return not torch.accelerator.is_available()

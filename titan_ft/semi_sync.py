@@ -23,21 +23,21 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance
-from titan_ft.replica import fragments
-from titan_ft.replica.decision import Update
-from titan_ft.replica.drain import OWN_SHARE, WAITING_SHARE, print_line
-from titan_ft.replica.errors import Leaving
-from titan_ft.replica.feed import Reading, merge
-from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
-from titan_ft.replica.round import NOTHING, Contribution, Sign
-from titan_ft.replica.snapshot import Counters, TrainState
-from titan_ft.replica.step import Opening, ReplicaDimension
+from titan_ft.engine import fragments
+from titan_ft.engine.drain import OWN_SHARE, WAITING_SHARE, print_line
+from titan_ft.engine.feed import Reading, merge
+from titan_ft.engine.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
+from titan_ft.engine.round import NOTHING, Contribution, Sign
+from titan_ft.engine.step import Opening, ReplicaDimension
+from titan_ft.protocol.decision import Update
+from titan_ft.protocol.errors import Leaving
 from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes, steps_per_round
 from titan_ft.run.events import Batches, Drained
 from titan_ft.run.marks import announce_left
 from titan_ft.trainer import ReplicaTrainer
 from titan_ft.training import spec
 from titan_ft.training.step_log import Work
+from titan_ft.transfer.snapshot import Counters, TrainState
 
 
 @dataclass

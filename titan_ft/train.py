@@ -24,7 +24,7 @@ from titan_ft.data.datasets import load_text
 from titan_ft.launch import store_server
 from titan_ft.launch.forks import ask_fork
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
-from titan_ft.replica.errors import JobFinished
+from titan_ft.protocol.errors import JobFinished
 from titan_ft.run.appender import finish_waiting
 from titan_ft.run.error_file import claim_file, write_error
 from titan_ft.run.marks import mark_end_in_order, mark_training
@@ -229,7 +229,7 @@ def _slurm_step(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 def _explain(error: Exception) -> int:
     """Print one line for a known way to end, a traceback for a bug or a lost peer of the group itself."""
-    from titan_ft.replica.errors import ReplicaError
+    from titan_ft.protocol.errors import ReplicaError
 
     if not isinstance(error, ReplicaError):
         traceback.print_exception(error)

@@ -30,21 +30,20 @@ from torchtitan.train import Trainer
 
 from titan_ft import device
 from titan_ft.config import check_replicate
-from titan_ft.replica.decision import LastToLeave, Update
-from titan_ft.replica.donor import Donor
-from titan_ft.replica.drain import Drain
-from titan_ft.replica.errors import HungError, JobFinished, Leaving
-from titan_ft.replica.feed import Feed, Reading
-from titan_ft.replica.group import Group
-from titan_ft.replica.heal import Heal
-from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.lr_policy import lr_factor, scaled_lr
-from titan_ft.replica.outer import OuterModel
-from titan_ft.replica.position import Position
-from titan_ft.replica.round import NOTHING, Contribution, Rounds
-from titan_ft.replica.snapshot import Counters, TrainState
-from titan_ft.replica.step import ReplicaDimension
-from titan_ft.replica.watchdog import Watchdog
+from titan_ft.engine.donor import Donor
+from titan_ft.engine.drain import Drain
+from titan_ft.engine.feed import Feed, Reading
+from titan_ft.engine.heal import Heal
+from titan_ft.engine.outer import OuterModel
+from titan_ft.engine.round import NOTHING, Contribution, Rounds
+from titan_ft.engine.step import ReplicaDimension
+from titan_ft.engine.watchdog import Watchdog
+from titan_ft.membership.group import Group
+from titan_ft.protocol.decision import LastToLeave, Update
+from titan_ft.protocol.errors import HungError, JobFinished, Leaving
+from titan_ft.protocol.ledger import Ledger
+from titan_ft.protocol.lr_policy import lr_factor, scaled_lr
+from titan_ft.protocol.position import Position
 from titan_ft.round_settings import unit_of
 from titan_ft.run.error_file import write_error
 from titan_ft.run.events import Batches, CameTooLate, Drained, Hung, StartedAnew, TrainingFinished
@@ -61,6 +60,7 @@ from titan_ft.training.slot_loaders import iterate
 from titan_ft.training.step_log import StepLog, Work
 from titan_ft.training.validation import ValidationBatches
 from titan_ft.training.worker import Launch, begin_events
+from titan_ft.transfer.snapshot import Counters, TrainState
 
 if TYPE_CHECKING:
     from titan_ft.chaos.inside.agent import ChaosAgent

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import table, transfers
 from benchmarks.transfers import measure, measure_transfers
-from titan_ft.replica import state_fetch
+from titan_ft.transfer import state_fetch
 
 
 @pytest.fixture

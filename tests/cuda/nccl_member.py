@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
-from titan_ft.replica import half, quantize
-from titan_ft.replica.exchange import ExchangeError, GradientExchange
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.process_group import AbortableNccl
+from titan_ft.gradients import half, quantize
+from titan_ft.gradients.exchange import ExchangeError, GradientExchange
+from titan_ft.membership.process_group import AbortableNccl
+from titan_ft.protocol.member import Member, Quorum
 
 RANK, NUM_RANKS, PORT = (int(argument) for argument in sys.argv[1:4])
 TIMEOUT = timedelta(seconds=float(os.environ.get("MEMBER_TIMEOUT", "60")))

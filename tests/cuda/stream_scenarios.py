@@ -29,15 +29,15 @@ from torch import nn
 
 from tests.replica.conftest import TinyTraining
 from titan_ft import device
-from titan_ft.replica.bucket import Sums
-from titan_ft.replica.exchange import ExchangeError, GradientExchange
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.outer import OuterModel
-from titan_ft.replica.process_group import AbortableNccl, BreakableGloo
-from titan_ft.replica.snapshot import Part, Snapshot, _view
-from titan_ft.replica.state_fetch import fetch
-from titan_ft.replica.state_server import StateServer
+from titan_ft.engine.outer import OuterModel
+from titan_ft.gradients.bucket import Sums
+from titan_ft.gradients.exchange import ExchangeError, GradientExchange
+from titan_ft.membership.process_group import AbortableNccl, BreakableGloo
+from titan_ft.protocol.member import Member, Quorum
 from titan_ft.round_settings import OuterOptimizer
+from titan_ft.transfer.snapshot import Part, Snapshot, _view
+from titan_ft.transfer.state_fetch import fetch
+from titan_ft.transfer.state_server import StateServer
 
 DEADLINE = 30.0  # seconds; only ever reached by a bug
 NUM_MEMBERS, NUM_STEPS = 2, 4
@@ -466,7 +466,7 @@ def copy_a_state_that_ends(world: World) -> Any:
 
 def copy_parts(world: World) -> Any:
     """Copy a state in three parts while the next update is queued, where host memory is scarce."""
-    from titan_ft.replica import host_memory
+    from titan_ft.transfer import host_memory
 
     rank, _ = _with_moments(world)
     whole = rank.state.copy(1, 0)  # it has the memory that was at hand

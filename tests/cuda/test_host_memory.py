@@ -28,7 +28,7 @@ from harness.job import Job
 from tests.integration.conftest import make_job, zygote  # noqa: F401  # fixtures
 from tests.replica.conftest import DEADLINE
 from titan_ft import device, pinned
-from titan_ft.replica.host_memory import HostMemory
+from titan_ft.transfer.host_memory import HostMemory
 
 MB = 1 << 20
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -16,7 +16,7 @@ from harness.events import Event, audit
 from harness.job import Job
 from harness.trajectory import by_process, check, named
 
-from titan_ft.replica.drain import TERMINATED
+from titan_ft.engine.drain import TERMINATED
 
 STEP = 4  # the step in which the first signal comes
 # What a survivor may stand still for: one step and the lighthouse's heartbeat timeout (0.5 s) on a busy machine. Well

@@ -17,8 +17,8 @@ from harness.events import Event, audit
 from harness.job import Job
 from harness.trajectory import check, named
 
+from titan_ft.engine.drain import TERMINATED
 from titan_ft.launch.lighthouse import LighthouseSettings
-from titan_ft.replica.drain import TERMINATED
 
 STEP = 4  # the step in which a group comes to a stop
 LATER = 8  # the step in which another group waits for it to be continued

@@ -12,8 +12,8 @@ import pytest
 from harness.job import Job
 from harness.trajectory import check, check_finished, check_killed, check_one_trajectory, named
 
-from titan_ft.replica.host_memory import free_bytes
 from titan_ft.training.job_config import read_config
+from titan_ft.transfer.host_memory import free_bytes
 
 STEP = 4
 

@@ -389,7 +389,7 @@ def test_all_nodes_of_a_group_end(run: Any) -> None:
     options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x"]
     crash = """
 import os, pathlib
-from titan_ft.replica.errors import DivergedError
+from titan_ft.protocol.errors import DivergedError
 if rank == 1: raise DivergedError("two states")
 while not (paths.events.parent / "logs").exists(): __import__("time").sleep(0.05)
 raise ConnectionError("lost rank 1")

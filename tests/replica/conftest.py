@@ -32,11 +32,11 @@ from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 
 from tests.event_builder import untyped  # noqa: E402
 from titan_ft.config import FaultTolerance  # noqa: E402
-from titan_ft.replica.membership import Membership, Quorum  # noqa: E402
-from titan_ft.replica.reach import Peer, Probe  # noqa: E402
-from titan_ft.replica.snapshot import TrainState  # noqa: E402
+from titan_ft.membership.membership import Membership, Quorum  # noqa: E402
 from titan_ft.run.events import Event  # noqa: E402
 from titan_ft.run.log import EventLog  # noqa: E402
+from titan_ft.transfer.reach import Peer, Probe  # noqa: E402
+from titan_ft.transfer.snapshot import TrainState  # noqa: E402
 
 DEADLINE = 20.0  # seconds that anything in these tests may take; only ever reached by a bug
 

@@ -18,8 +18,8 @@ import pytest
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from tests.replica.conftest import DEADLINE, Seats, wait_until
-from titan_ft.replica.agreement import Agreement
-from titan_ft.replica.errors import LighthouseError
+from titan_ft.membership.agreement import Agreement
+from titan_ft.protocol.errors import LighthouseError
 from titan_ft.run.process import borrowed_socket, own_sockets
 
 
@@ -269,8 +269,8 @@ VANISHING = """
 import subprocess, sys, threading, time
 from datetime import timedelta
 from torch.distributed import DistNetworkError, TCPStore
-from titan_ft.replica import group_store, membership
-from titan_ft.replica.agreement import Agreement
+from titan_ft.membership import group_store, membership
+from titan_ft.membership.agreement import Agreement
 
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 group_store._KEEP_ALIVE = {name: min(value, 1000) for name, value in group_store._KEEP_ALIVE.items()}

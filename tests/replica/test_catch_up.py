@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from titan_ft.replica.catch_up import CatchUp, Fetched
-from titan_ft.replica.decision import Update
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.wire import TransferError
+from titan_ft.engine.catch_up import CatchUp, Fetched
+from titan_ft.protocol.decision import Update
+from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.wire import TransferError
 
 DEADLINE = 10.0  # seconds; only ever reached by a bug
 FROM_STEP = 5

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import titan_ft.replica.decision as decisions
+import titan_ft.protocol.decision as decisions
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.decision import (
+from titan_ft.protocol.decision import (
     ALONE_SECONDS,
     Begin,
     Broken,
@@ -40,14 +40,14 @@ from titan_ft.replica.decision import (
     judge,
     uncovered,
 )
-from titan_ft.replica.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
-from titan_ft.replica.ledger import Entry
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.position import Position
-from titan_ft.replica.row import Row, Standing
+from titan_ft.protocol.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
+from titan_ft.protocol.ledger import Entry
+from titan_ft.protocol.member import Member, Quorum
+from titan_ft.protocol.position import Position
+from titan_ft.protocol.row import Row, Standing
 
 STEP = 7
-REPLICA = Path(decisions.__file__).parent
+PACKAGE = Path(decisions.__file__).parents[1]
 
 
 def ready(slot: int, **facts: Any) -> Row:
@@ -502,7 +502,7 @@ def test_what_is_missing_is_taken_over_once() -> None:
 def test_only_its_own_methods_write_a_position() -> None:
     """One writer for each value: nobody else assigns to a field of the position."""
     fields = {field.name for field in dataclasses.fields(Position)}
-    for path in [*REPLICA.rglob("*.py"), *REPLICA.parent.glob("*.py")]:
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in [each for one in targets for each in (one.elts if isinstance(one, ast.Tuple) else [one])]:
@@ -511,7 +511,7 @@ def test_only_its_own_methods_write_a_position() -> None:
                     assert not owner.endswith("position"), f"{path.name}:{target.lineno} writes {ast.unparse(target)}"
 
 
-@pytest.mark.parametrize("name", ["decision.py", "position.py", "row.py", "round.py", "step.py", "heal.py"])
+@pytest.mark.parametrize("name", ["engine/round.py", "engine/step.py", "engine/heal.py"])
 def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
     """What a rank decides by its own clock its siblings may decide otherwise: `Group.clock` is the one to ask.
 
@@ -520,8 +520,8 @@ def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
     started = {"started = time.monotonic()", "time.monotonic() - started"}
     began = {"began = time.monotonic()", "began, update = time.monotonic()", "time.monotonic() - began"}
     until = {"time.monotonic() >= until", "time.monotonic() < until", "until - time.monotonic()"}
-    allowed = {"round.py": started, "heal.py": started | began | until}.get(name, set())
-    source = (REPLICA / name).read_text()
+    allowed = {"engine/round.py": started, "engine/heal.py": started | began | until}.get(name, set())
+    source = (PACKAGE / name).read_text()
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     clocks = {"time.monotonic", "time.time", "time.perf_counter"}
     lines = source.splitlines()
@@ -533,7 +533,7 @@ def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
 
 def test_a_clock_that_decides_is_gathered() -> None:
     """In a heal a rank compares its clock with something only inside of `Group.gather`: its siblings hear of it."""
-    tree = ast.parse((REPLICA / "heal.py").read_text())
+    tree = ast.parse((PACKAGE / "engine" / "heal.py").read_text())
     gathered = [
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".gather")
     ]

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica import decision
-from titan_ft.replica.decision import Round, judge
-from titan_ft.replica.donor import Donor
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.position import Position
-from titan_ft.replica.row import Row, Standing
-from titan_ft.replica.snapshot import WHOLE, Part
-from titan_ft.replica.wire import Message
+from titan_ft.engine.donor import Donor
+from titan_ft.protocol import decision
+from titan_ft.protocol.decision import Round, judge
+from titan_ft.protocol.member import Member, Quorum
+from titan_ft.protocol.position import Position
+from titan_ft.protocol.row import Row, Standing
+from titan_ft.transfer.snapshot import WHOLE, Part
+from titan_ft.transfer.wire import Message
 
 ME, OTHER, THIRD, FIRST, SECOND = range(5)  # slots: three that hold the state, two that heal
 

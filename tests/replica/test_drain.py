@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from titan_ft.replica.drain import TERMINATED, Drain
+from titan_ft.engine.drain import TERMINATED, Drain
 from titan_ft.run.marks import remove_training_mark
 from titan_ft.run.process import Process
 
@@ -28,7 +28,7 @@ NEVER = 3600.0  # seconds
 # A store in a folder: the processes of these tests need no torch, whose import costs seconds.
 PREAMBLE = """
 import ctypes, os, pathlib, signal, sys, time
-from titan_ft.replica.drain import Drain
+from titan_ft.engine.drain import Drain
 class Store:
     def set(self, key, value):
         part = self.file(str(os.getpid()) + key); part.write_text(value); part.rename(self.file(key))
@@ -100,7 +100,7 @@ def test_three_quarters_of_the_time_are_what_a_group_may_wait_for_others(
     made = Drain(None, key="drain", rank=0, num_ranks=1, timeout_seconds=100.0, on_abandon=lambda reason: None)
     monkeypatch.setattr(made, "_expire", lambda: None)
     now = 1000.0
-    monkeypatch.setattr("titan_ft.replica.drain.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("titan_ft.engine.drain.time", SimpleNamespace(monotonic=lambda: now))
     if told:
         made.request()
     now += after
@@ -141,7 +141,7 @@ def test_a_group_waits_no_longer_when_all_its_ranks_have_said_so(monkeypatch: py
 def test_a_rank_that_nobody_told_takes_its_siblings_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal may come to one rank alone. Ranks that wait look into the store once a second."""
     now = 1000.0
-    monkeypatch.setattr("titan_ft.replica.drain.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("titan_ft.engine.drain.time", SimpleNamespace(monotonic=lambda: now))
     seats = Seats(2)
     first, second = seats.ranks
     assert not second.stops_waiting(False)
@@ -411,8 +411,8 @@ def test_before_the_first_vote_nothing_is_waited_for(start: Start, tmp_path: Pat
 def test_a_second_sigterm_ends_at_once(start: Start) -> None:
     """The same request from two senders is one; a second one later ends the process, whatever it is doing."""
     process = start("""
-import titan_ft.replica.drain
-titan_ft.replica.drain._ONE_REQUEST_SECONDS = 3.0  # a busy machine may take long between the two
+import titan_ft.engine.drain
+titan_ft.engine.drain._ONE_REQUEST_SECONDS = 3.0  # a busy machine may take long between the two
 made = drain(1000); vote(made); say("ready")
 while not made.requested: time.sleep(0.001)
 say("requested")

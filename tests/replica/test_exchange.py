@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor
 from torchft.process_group import ProcessGroupGloo
 
 from benchmarks.links import pace
-from titan_ft.replica import exchange
-from titan_ft.replica.bucket import Gradient, Sums, local, partition
-from titan_ft.replica.errors import LighthouseError
-from titan_ft.replica.exchange import ExchangeError, GradientExchange, Reduced, _Flight
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.process_group import BreakableGloo
+from titan_ft.device import local_shard
+from titan_ft.gradients import exchange
+from titan_ft.gradients.bucket import Gradient, Sums, partition
+from titan_ft.gradients.exchange import ExchangeError, GradientExchange, Reduced, _Flight
+from titan_ft.membership.process_group import BreakableGloo
+from titan_ft.protocol.errors import LighthouseError
+from titan_ft.protocol.member import Member, Quorum
 from titan_ft.run.process import borrowed_socket
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
@@ -1150,12 +1151,12 @@ def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
     exchange.arm(lambda _: True)
     model(torch.ones(2, 4)).sum().backward()
     assert [bucket.missing for bucket in exchange._buckets] == [set()] * 4
-    before = [local(parameter.grad).clone() for parameter in model.parameters()]
+    before = [local_shard(parameter.grad).clone() for parameter in model.parameters()]
     exchange.finish(True, lambda _: ([0.0], b""))
     exchange.write_gradients(None, 3.0)
     for parameter, gradient in zip(model.parameters(), before, strict=True):
         assert isinstance(parameter.grad, DTensor)
-        assert torch.equal(local(parameter.grad), gradient * 3.0)
+        assert torch.equal(local_shard(parameter.grad), gradient * 3.0)
 
 
 # Order and buckets

@@ -17,9 +17,9 @@ import torch
 from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.data.assets import resolve
-from titan_ft.replica.feed import Feed, Reading, mark, merge
-from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.loader_state import load_loader
+from titan_ft.engine.feed import Feed, Reading, mark, merge
+from titan_ft.engine.loader_state import load_loader
+from titan_ft.protocol.ledger import Ledger
 from titan_ft.training.slot_loaders import SlotLoaders
 
 NUM_SLOTS = 2

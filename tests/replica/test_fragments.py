@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from titan_ft.replica.fragments import block_of, cut, find, unknown
+from titan_ft.engine.fragments import block_of, cut, find, unknown
 
 LLAMA = {
     "tok_embeddings.weight": 70,

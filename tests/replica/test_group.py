@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan_ft.replica.group import Group
+from titan_ft.membership.group import Group
 
 
 @pytest.mark.parametrize(

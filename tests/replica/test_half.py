@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titan_ft.replica import half
+from titan_ft.gradients import half
 
 
 def exchange(flats: list[torch.Tensor], num_exact: int) -> list[torch.Tensor]:

@@ -15,21 +15,21 @@ import pytest
 import torch
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica import heal
-from titan_ft.replica.catch_up import CatchUp, Fetched
-from titan_ft.replica.decision import ALONE_SECONDS, Broken, Round, Update, judge
-from titan_ft.replica.errors import JobLostError, Leaving
-from titan_ft.replica.heal import Heal
-from titan_ft.replica.ledger import Entry, Ledger
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.offer import Offer
-from titan_ft.replica.position import Position
-from titan_ft.replica.reach import Peer
-from titan_ft.replica.row import Row, Standing, fold48
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.wire import TransferError
+from titan_ft.engine import heal
+from titan_ft.engine.catch_up import CatchUp, Fetched
+from titan_ft.engine.heal import Heal
+from titan_ft.engine.offer import Offer
+from titan_ft.protocol.decision import ALONE_SECONDS, Broken, Round, Update, judge
+from titan_ft.protocol.errors import JobLostError, Leaving
+from titan_ft.protocol.ledger import Entry, Ledger
+from titan_ft.protocol.member import Member, Quorum
+from titan_ft.protocol.position import Position
+from titan_ft.protocol.row import Row, Standing, fold48
 from titan_ft.run.events import Event
 from titan_ft.run.log import EventLog
+from titan_ft.transfer.reach import Peer
+from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.wire import TransferError
 
 TOKENS = 100
 MOST_ROUNDS = 200  # only ever reached by a bug

@@ -18,8 +18,8 @@ from tests.fake_accelerator import FakeAccelerator, installed
 from tests.replica.conftest import DEADLINE
 from titan_ft import device
 from titan_ft.config import FaultTolerance
-from titan_ft.replica import host_memory
-from titan_ft.replica.host_memory import HostMemory, free_bytes, most_updates
+from titan_ft.transfer import host_memory
+from titan_ft.transfer.host_memory import HostMemory, free_bytes, most_updates
 
 NUM_BYTES = 1000
 GB = 2**30

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica import step
-from titan_ft.replica.decision import LastToLeave, Round, find_last_to_leave, judge, may_leave
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.position import Position
-from titan_ft.replica.row import Row, Standing
-from titan_ft.replica.step import ReplicaDimension
+from titan_ft.engine import step
+from titan_ft.engine.step import ReplicaDimension
+from titan_ft.protocol.decision import LastToLeave, Round, find_last_to_leave, judge, may_leave
+from titan_ft.protocol.member import Member, Quorum
+from titan_ft.protocol.position import Position
+from titan_ft.protocol.row import Row, Standing
 
 STEP = 7
 

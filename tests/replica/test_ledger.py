@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from titan_ft.replica.ledger import Entry, Ledger, deal_anew, decode, encode, share_out
-from titan_ft.replica.member import Process
+from titan_ft.protocol.ledger import Entry, Ledger, deal_anew, decode, encode, share_out
+from titan_ft.protocol.member import Process
 
 
 def entry(slot: int, first_batch: int, num_batches: int = 2, state: bytes = b"\0state\n\xff") -> Entry:

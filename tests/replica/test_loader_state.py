@@ -21,8 +21,8 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ft.config import ConfigError
-from titan_ft.replica import loader_state
-from titan_ft.replica.loader_state import load_loader, save_loader
+from titan_ft.engine import loader_state
+from titan_ft.engine.loader_state import load_loader, save_loader
 
 
 class Loader:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titan_ft.config import CHOICES
-from titan_ft.replica.lr_policy import lr_factor, scaled_lr
+from titan_ft.protocol.lr_policy import lr_factor, scaled_lr
 
 
 @pytest.mark.parametrize(("policy", "factor"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25)])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, ReplacedError, ReplicaError
-from titan_ft.replica.member import Admission, Member, admit
-from titan_ft.replica.shape import describe_shape
+from titan_ft.protocol.errors import ConfigMismatchError, ForeignMemberError, ReplacedError, ReplicaError
+from titan_ft.protocol.member import Admission, Member, admit
+from titan_ft.protocol.shape import describe_shape
 
 
 def member(slot: int, started: float = 0.0, **more: Any) -> Member:

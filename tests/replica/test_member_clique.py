@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_ft.replica.member import Admission, LostLinks, Member, admit, dead_links, largest_clique
-from titan_ft.replica.partition import Partition
+from titan_ft.membership.partition import Partition
+from titan_ft.protocol.member import Admission, LostLinks, Member, admit, dead_links, largest_clique
 
 Link = tuple[int, int]
 
@@ -141,7 +141,7 @@ def test_a_report_that_is_none(said: str) -> None:
 def test_networkx_costs_nothing_until_a_link_is_dead() -> None:
     """Its import takes a tenth of a second of each start, for what nearly no run ever needs."""
     code = (
-        "import sys; from titan_ft.replica.member import Member, admit; own = Member(0, 1.0, 'u', 'c');"
+        "import sys; from titan_ft.protocol.member import Member, admit; own = Member(0, 1.0, 'u', 'c');"
         "admit(own, [own.replica_id]); assert 'networkx' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,11 +18,11 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from tests.replica.conftest import FakeProbe
-from titan_ft.replica import rendezvous
-from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, LighthouseError, ReplacedError
-from titan_ft.replica.member import Member
-from titan_ft.replica.membership import Membership
-from titan_ft.replica.seat import Reply
+from titan_ft.membership import rendezvous
+from titan_ft.membership.membership import Membership
+from titan_ft.membership.seat import Reply
+from titan_ft.protocol.errors import ConfigMismatchError, ForeignMemberError, LighthouseError, ReplacedError
+from titan_ft.protocol.member import Member
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 
@@ -162,7 +162,7 @@ def test_a_long_wait_for_others_is_told(
             return reply
 
     monkeypatch.setattr(seat, "_ask", lambda step, failures: Answer())
-    monkeypatch.setattr("titan_ft.replica.seat.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("titan_ft.membership.seat.time", SimpleNamespace(monotonic=lambda: now))
     assert seat.request(3, 0) == reply
     what = "round" if method else "step"
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
@@ -797,7 +797,7 @@ def test_ranks_of_a_later_attempt_find_their_own_server(seats: Any) -> None:
 
 def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted lighthouse, and a group that is gone: a member that knows of no restart asks after a broken round."""
-    monkeypatch.setattr("titan_ft.replica.membership._REUNION_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("titan_ft.membership.membership._REUNION_PAUSE_SECONDS", 0.0)
     members = [seats.take(slot) for slot in range(3)]
     first = seats.meet(*members)[0]
     names = members[0]._former[1]

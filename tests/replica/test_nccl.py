@@ -27,13 +27,13 @@ from torchft import futures
 
 from tests.fake_accelerator import installed
 from titan_ft import device
-from titan_ft.replica import exchange as replica_exchange
-from titan_ft.replica import process_group
-from titan_ft.replica.errors import LighthouseError
-from titan_ft.replica.exchange import ExchangeError, GradientExchange
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.process_group import AbortableNccl, build_process_group
-from titan_ft.replica.rendezvous import Rendezvous
+from titan_ft.gradients import exchange as replica_exchange
+from titan_ft.gradients.exchange import ExchangeError, GradientExchange
+from titan_ft.membership import process_group
+from titan_ft.membership.process_group import AbortableNccl, build_process_group
+from titan_ft.membership.rendezvous import Rendezvous
+from titan_ft.protocol.errors import LighthouseError
+from titan_ft.protocol.member import Member, Quorum
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 TIMEOUT = timedelta(seconds=90)  # of operations: well above the deadline

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchft.process_group import ProcessGroupGloo
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.exchange import GradientExchange, Reduced
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.outer import OuterModel, OuterState, _num_copies, join_norm, set_lr
+from titan_ft.engine.outer import OuterModel, OuterState, _num_copies, join_norm, set_lr
+from titan_ft.gradients.exchange import GradientExchange, Reduced
+from titan_ft.protocol.member import Member, Quorum
 from titan_ft.round_settings import OuterOptimizer, outer_optimizer
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug

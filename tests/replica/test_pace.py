@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from titan_ft.replica.pace import _CREDIT_SECONDS, Pace
-from titan_ft.replica.state_fetch import _STALL_SECONDS
+from titan_ft.transfer.pace import _CREDIT_SECONDS, Pace
+from titan_ft.transfer.state_fetch import _STALL_SECONDS
 
 
 class Clock:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.replica.conftest import FakeProbe
-from titan_ft.replica import partition
-from titan_ft.replica.errors import Leaving
-from titan_ft.replica.member import Quorum
-from titan_ft.replica.membership import Membership
-from titan_ft.replica.reach import Peer
+from titan_ft.membership import partition
+from titan_ft.membership.membership import Membership
+from titan_ft.protocol.errors import Leaving
+from titan_ft.protocol.member import Quorum
+from titan_ft.transfer.reach import Peer
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 

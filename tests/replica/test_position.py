@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_ft.replica.decision import Round, Update, judge
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.position import Position
-from titan_ft.replica.row import Row, Standing
+from titan_ft.protocol.decision import Round, Update, judge
+from titan_ft.protocol.member import Member, Quorum
+from titan_ft.protocol.position import Position
+from titan_ft.protocol.row import Row, Standing
 
 
 def made_of(*rows: Row, rank: int = 0) -> Round:

@@ -27,7 +27,7 @@ import torch
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]  # it is one of its exports
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from titan_ft.replica.process_group import BreakableGloo, _Operation
+from titan_ft.membership.process_group import BreakableGloo, _Operation
 from titan_ft.run.process import borrowed_socket, own_sockets
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from titan_ft.replica.member import Member
-from titan_ft.replica.pulse import (
+from titan_ft.membership.pulse import (
     Pulse,
     Status,
     StatusPage,
@@ -25,6 +24,7 @@ from titan_ft.replica.pulse import (
     find_outsiders,
     find_successors,
 )
+from titan_ft.protocol.member import Member
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 SILENCE_SECONDS = 0.3  # of listening for what must not come: many looks

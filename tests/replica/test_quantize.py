@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from titan_ft.replica.quantize import BLOCK, Residual, add_up, decode, encode, left_behind, payload_bytes
+from titan_ft.gradients.quantize import BLOCK, Residual, add_up, decode, encode, left_behind, payload_bytes
 
 TINY = torch.finfo(torch.float32).tiny
 HALF = 0.5 * (1 + 2**-15)  # of a scale: the nearest multiple, but for the rounding of the scale and of the quotient

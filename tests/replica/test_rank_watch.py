@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torchft.coordination
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica import rank_watch
-from titan_ft.replica.errors import LighthouseError
-from titan_ft.replica.pulse import Status, StatusPage
-from titan_ft.replica.rank_watch import RankWatch, describe_silence
+from titan_ft.membership import rank_watch
+from titan_ft.membership.pulse import Status, StatusPage
+from titan_ft.membership.rank_watch import RankWatch, describe_silence
+from titan_ft.protocol.errors import LighthouseError
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 CONFIG = FaultTolerance(enable=True, heartbeat_interval_ms=20, heartbeat_timeout_ms=200, connect_timeout_seconds=2.0)

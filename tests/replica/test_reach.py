@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from titan_ft.chaos.inside.blackhole import Blackhole, supported
-from titan_ft.replica import reach
-from titan_ft.replica.reach import Peer, Probe, address_key, within
-from titan_ft.replica.state_server import StateServer
+from titan_ft.transfer import reach
+from titan_ft.transfer.reach import Peer, Probe, address_key, within
+from titan_ft.transfer.state_server import StateServer
 
 TOKEN = "a shared secret"
 DEADLINE = 20.0  # seconds; only ever reached by a bug
@@ -150,7 +150,7 @@ def test_a_path_that_loses_everything(
 
 BUSY = """
 import ctypes, sys
-from titan_ft.replica.state_server import StateServer
+from titan_ft.transfer.state_server import StateServer
 print(StateServer("127.0.0.1", sys.argv[1], 1.0, lambda *_: None).port, flush=True)
 sys.stdin.readline()
 print("busy", flush=True)

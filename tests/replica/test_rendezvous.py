@@ -10,8 +10,8 @@ from unittest.mock import MagicMock
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
-from titan_ft.replica.member import Member
-from titan_ft.replica.rendezvous import Rendezvous
+from titan_ft.membership.rendezvous import Rendezvous
+from titan_ft.protocol.member import Member
 
 
 def serve(port: int = 0) -> TCPStore:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from titan_ft.replica.member import Member
-from titan_ft.replica.pulse import Status, find_ages
-from titan_ft.replica.roll import MIN_SILENCE_SECONDS, MIN_SILENT_HEARTBEATS, Back, Lost, Roll, silence_limit
+from titan_ft.membership.pulse import Status, find_ages
+from titan_ft.protocol.member import Member
+from titan_ft.protocol.roll import MIN_SILENCE_SECONDS, MIN_SILENT_HEARTBEATS, Back, Lost, Roll, silence_limit
 
 BEAT = 0.5
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica import roll, roll_call
-from titan_ft.replica.roll_call import RollCall
+from titan_ft.membership import roll_call
+from titan_ft.membership.roll_call import RollCall
+from titan_ft.protocol import roll
 from titan_ft.run.events import Event, GroupLost
 
 DEADLINE_SECONDS = 20.0

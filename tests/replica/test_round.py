@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.decision import Broken, Round
-from titan_ft.replica.errors import Leaving
-from titan_ft.replica.exchange import ExchangeError, OwnFacts, Reduced
-from titan_ft.replica.ledger import Entry, encode
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.position import Position
-from titan_ft.replica.round import NOTHING, Contribution, GradientUse, Rounds, Sign
-from titan_ft.replica.row import Row, Standing, fold48
+from titan_ft.engine.round import NOTHING, Contribution, GradientUse, Rounds, Sign
+from titan_ft.gradients.exchange import ExchangeError, OwnFacts, Reduced
+from titan_ft.protocol.decision import Broken, Round
+from titan_ft.protocol.errors import Leaving
+from titan_ft.protocol.ledger import Entry, encode
+from titan_ft.protocol.member import Member, Quorum
+from titan_ft.protocol.position import Position
+from titan_ft.protocol.row import Row, Standing, fold48
 from titan_ft.run.log import EventLog
 
 GIVEN = Contribution(90, 100, 0.5, 0.7, 1.5, (Entry(0, 4, 1, b"state"),))

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torchft.coordination import LighthouseServer, ManagerClient, ManagerServer
 
-import titan_ft.replica.seat
+import titan_ft.membership.seat
 
 class Garbage:
     pass

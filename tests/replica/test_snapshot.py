@@ -19,11 +19,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_ft import device
-from titan_ft.replica import host_memory
-from titan_ft.replica import snapshot as snapshots
-from titan_ft.replica.bucket import local
-from titan_ft.replica.errors import StateMismatchError
-from titan_ft.replica.snapshot import _HASH_CHUNK, Part, Snapshot, TrainState, _lane_sum
+from titan_ft.protocol.errors import StateMismatchError
+from titan_ft.transfer import host_memory
+from titan_ft.transfer import snapshot as snapshots
+from titan_ft.transfer.snapshot import _HASH_CHUNK, Part, Snapshot, TrainState, _lane_sum
 
 Tiny = Callable[..., Any]
 
@@ -42,7 +41,7 @@ def bytes_of(training: Any) -> list[bytes]:
     for optimizer in training.optimizers:
         for parameter in optimizer.param_groups[0]["params"]:
             tensors += [value for _, value in sorted(optimizer.state[parameter].items())]
-    return [local(t).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+    return [device.local_shard(t).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
 
 
 def header_of(snapshot: Snapshot) -> dict[str, Any]:
@@ -378,7 +377,7 @@ def test_memory_of_another_size_is_not_used_again(tiny: Tiny) -> None:
 
 def flip(tensor: torch.Tensor, byte: int, bit: int) -> None:
     """Flip one bit of a tensor's bytes."""
-    octets = local(tensor).detach().view(-1).view(torch.uint8)
+    octets = device.local_shard(tensor).detach().view(-1).view(torch.uint8)
     octets[byte % octets.numel()] ^= 1 << bit
 
 

@@ -16,21 +16,21 @@ import torch
 
 from tests.event_builder import untyped
 from titan_ft.config import FaultTolerance
-from titan_ft.replica import decision as decisions
-from titan_ft.replica import heal, step
-from titan_ft.replica.decision import Round
-from titan_ft.replica.errors import NonFiniteError
-from titan_ft.replica.exchange import ExchangeError, OwnFacts, Reduced
-from titan_ft.replica.heal import Heal
-from titan_ft.replica.ledger import Entry, Ledger
-from titan_ft.replica.member import Member, Process, Quorum
-from titan_ft.replica.position import Position
-from titan_ft.replica.round import NOTHING, Contribution, Rounds, Sign
-from titan_ft.replica.row import fold48
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.step import Committed, ReplicaDimension
+from titan_ft.engine import heal, step
+from titan_ft.engine.heal import Heal
+from titan_ft.engine.round import NOTHING, Contribution, Rounds, Sign
+from titan_ft.engine.step import Committed, ReplicaDimension
+from titan_ft.gradients.exchange import ExchangeError, OwnFacts, Reduced
+from titan_ft.protocol import decision as decisions
+from titan_ft.protocol.decision import Round
+from titan_ft.protocol.errors import NonFiniteError
+from titan_ft.protocol.ledger import Entry, Ledger
+from titan_ft.protocol.member import Member, Process, Quorum
+from titan_ft.protocol.position import Position
+from titan_ft.protocol.row import fold48
 from titan_ft.run.events import Event
 from titan_ft.run.log import EventLog
+from titan_ft.transfer.snapshot import Snapshot
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 TOKENS = 100  # of a batch

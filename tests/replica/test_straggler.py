@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from titan_ft.replica.straggler import StragglerChange, Stragglers
+from titan_ft.protocol.straggler import StragglerChange, Stragglers
 
 
 def slots(changes: list[StragglerChange]) -> list[int]:

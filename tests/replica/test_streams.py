@@ -27,14 +27,14 @@ from torch import nn
 from tests.fake_accelerator import FakeAccelerator, LateNccl, Stream, installed, move
 from tests.replica.conftest import TinyTraining
 from titan_ft import device
-from titan_ft.replica import host_memory
-from titan_ft.replica.bucket import Sums
-from titan_ft.replica.exchange import ExchangeError, GradientExchange
-from titan_ft.replica.feed import checksum
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.outer import OuterModel
-from titan_ft.replica.snapshot import Part, Snapshot, _view
+from titan_ft.engine.feed import checksum
+from titan_ft.engine.outer import OuterModel
+from titan_ft.gradients.bucket import Sums
+from titan_ft.gradients.exchange import ExchangeError, GradientExchange
+from titan_ft.protocol.member import Member, Quorum
 from titan_ft.round_settings import OuterOptimizer
+from titan_ft.transfer import host_memory
+from titan_ft.transfer.snapshot import Part, Snapshot, _view
 
 DEADLINE = 30.0  # seconds; only ever reached by a bug
 NUM_MEMBERS, NUM_STEPS = 2, 4

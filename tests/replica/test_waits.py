@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from titan_ft.replica.row import Row, Standing, Why
-from titan_ft.replica.waits import MIN_WAIT_SECONDS, WaitLog, find_waits
+from titan_ft.engine.waits import MIN_WAIT_SECONDS, WaitLog, find_waits
+from titan_ft.protocol.row import Row, Standing, Why
 
 
 def row(slot: int, came: float, asked: float = 0.0, doing: Why = Why.COMPUTING, connecting: bool = False) -> Row:

@@ -17,7 +17,7 @@ DEADLINE = 60.0  # seconds; only ever reached by a bug
 
 PREAMBLE = """
 import sys, threading, time
-from titan_ft.replica.watchdog import Watchdog
+from titan_ft.engine.watchdog import Watchdog
 told = lambda: print("told", flush=True)
 def say(text): print(text, flush=True)
 def wait(): sys.stdin.readline()
@@ -66,7 +66,7 @@ def test_last_words_come_in_their_order(start: Start) -> None:
     process = start(
         """
 import os
-from titan_ft.replica.watchdog import end_process
+from titan_ft.engine.watchdog import end_process
 end_process(3, lambda: (time.sleep(0.3), say("first")), lambda: say("second"), lambda: os._exit(4))
 """
     )

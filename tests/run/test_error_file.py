@@ -27,7 +27,7 @@ from requests import exceptions as requests
 from torch._utils import ExceptionWrapper
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
 
-from titan_ft.replica.errors import (
+from titan_ft.protocol.errors import (
     DivergedError,
     GaveUpError,
     HungError,

@@ -25,7 +25,7 @@ SCHEDULES = 2000
 
 @dataclass(frozen=True)
 class Change:
-    """`old` is in the source of `module` exactly once; a name without a dot is one below titan_ft.replica."""
+    """`old` is in the source of `module`, as in "engine.heal", exactly once."""
 
     module: str
     old: str
@@ -34,7 +34,7 @@ class Change:
     @property
     def name(self) -> str:
         """Return the module's full name."""
-        return self.module if "." in self.module else f"titan_ft.replica.{self.module}"
+        return self.module if self.module.startswith("tests.") else f"titan_ft.{self.module}"
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,24 @@ def _one(module: str, old: str, new: str) -> tuple[Change, ...]:
 MUTATIONS = [
     Mutation(
         "a group that thaws is not told that the others have left its exchange",
-        _one("pulse", "if slots := find_successors(own, known_members(members), status.quorum):", "if slots := []:"),
+        _one(
+            "membership.pulse",
+            "if slots := find_successors(own, known_members(members), status.quorum):",
+            "if slots := []:",
+        ),
         ("freeze",),
         ("liveness",),
     ),
     Mutation(
         "the wait for the first step is judged by each rank's own clock",
         (
-            Change("step", "began, seen = self._group.clock(), -math.inf", "began, seen = time.monotonic(), -math.inf"),
             Change(
-                "step",
+                "engine.step",
+                "began, seen = self._group.clock(), -math.inf",
+                "began, seen = time.monotonic(), -math.inf",
+            ),
+            Change(
+                "engine.step",
                 "            now = self._group.clock()\n            is_soon_over",
                 "            now = time.monotonic()\n            is_soon_over",
             ),
@@ -95,7 +103,9 @@ MUTATIONS = [
     Mutation(
         "a job is begun anew although a group in the midst of a long step lives",
         _one(
-            "step", "if is_soon_over and isinstance(outcome, Round) and self._look_for_outsiders(outcome):", "if False:"
+            "engine.step",
+            "if is_soon_over and isinstance(outcome, Round) and self._look_for_outsiders(outcome):",
+            "if False:",
         ),
         ("long",),
         ("no state given up",),
@@ -103,7 +113,7 @@ MUTATIONS = [
     Mutation(
         "a group that heals after the last step takes any state for the final one",
         _one(
-            "step",
+            "engine.step",
             "return None\n            _end_if_decided(decision)",
             "self.heal()\n                return self.finish()\n            _end_if_decided(decision)",
         ),
@@ -113,7 +123,9 @@ MUTATIONS = [
     ),
     Mutation(
         "nobody tells of groups that cannot reach each other",
-        _one("partition", "return known or failures >= _PROBE_AFTER or bool(self._accusers)", "return False"),
+        _one(
+            "membership.partition", "return known or failures >= _PROBE_AFTER or bool(self._accusers)", "return False"
+        ),
         ("cut",),
         ("no state given up", "liveness"),
     ),
@@ -121,21 +133,23 @@ MUTATIONS = [
         "a donor does not show its bytes",
         (
             Change(
-                "round", "        if joiners and self._position.standing.has_state:", "        if False and joiners:"
+                "engine.round",
+                "        if joiners and self._position.standing.has_state:",
+                "        if False and joiners:",
             ),
             Change(
-                "decision",
+                "protocol.decision",
                 "donors=_send_to_donors(rows, free if verified else ()),",
                 "donors=_send_to_donors(rows, free),",
             ),
             Change(
-                "heal",
+                "engine.heal",
                 "        if attempt.digest is None or self._position.digest == attempt.digest:",
                 "        if attempt.digest in (None, 0, self._position.digest):",
             ),
-            Change("heal", "agreed = verdict.verified and (verdict.step", "agreed = (verdict.step"),
+            Change("engine.heal", "agreed = verdict.verified and (verdict.step", "agreed = (verdict.step"),
             Change(
-                "heal",
+                "engine.heal",
                 "if agreed and not (attempt.loaded and self._position.digest != verdict.digest):",
                 "if agreed:",
             ),
@@ -146,7 +160,7 @@ MUTATIONS = [
     Mutation(
         "a joiner rolls back before it has replayed what it has queued",
         _one(
-            "position",
+            "protocol.position",
             "return self.target or (0 if self.corrupt else self.step)",
             "return 0 if self.corrupt else self.step",
         ),
@@ -157,11 +171,11 @@ MUTATIONS = [
         "one group ahead makes all others heal",
         (
             Change(
-                "decision",
+                "protocol.decision",
                 "return most - 1 if rear > len(ahead) and Standing.FINISHED not in ahead else most",
                 "return most",
             ),
-            Change("round", " + (1 if self._position.training else 0)", ""),
+            Change("engine.round", " + (1 if self._position.training else 0)", ""),
         ),
         ("tail",),
         ("no work lost",),
@@ -169,7 +183,7 @@ MUTATIONS = [
     Mutation(
         "a group that has read nothing does not count as one that holds the state",
         _one(
-            "decision",
+            "protocol.decision",
             "present = sum(made.rows[rank].training for rank in verdict.ready)",
             "present = len(verdict.contributors) + len(verdict.excluded)",
         ),
@@ -179,7 +193,7 @@ MUTATIONS = [
     Mutation(
         "the digest of the state before is kept after an update",
         _one(
-            "position",
+            "protocol.position",
             "self.step, self.lineage, self.digest, self.training = update.step, update.lineage, 0, True",
             "self.step, self.lineage, self.training = update.step, update.lineage, True",
         ),
@@ -190,12 +204,12 @@ MUTATIONS = [
         "a heal without a replayed update keeps the joiner's old digest",
         (
             Change(
-                "position",
+                "protocol.position",
                 "self.step, self.lineage, self.digest, self.corrupt = step, lineage, 0, False",
                 "self.step, self.lineage, self.corrupt = step, lineage, False",
             ),
             Change(
-                "heal",
+                "engine.heal",
                 "        self._rounds.take_digest()\n"
                 "        if attempt.digest is None or self._position.digest == attempt.digest:",
                 "        if True:",
@@ -208,14 +222,16 @@ MUTATIONS = [
     Mutation(
         "a group that is behind adds its stale gradient",
         (
-            Change("round", "not contribution.empty and not self._is_outdated(quorum)", "not contribution.empty"),
             Change(
-                "round",
+                "engine.round", "not contribution.empty and not self._is_outdated(quorum)", "not contribution.empty"
+            ),
+            Change(
+                "engine.round",
                 "self._exchange.arm(lambda quorum: not self._is_outdated(quorum))",
                 "self._exchange.arm(lambda quorum: True)",
             ),
             Change(
-                "round",
+                "engine.round",
                 "        facts = contribution if given or resting else NOTHING",
                 "        facts = contribution if (given and claims) or resting else NOTHING",
             ),
@@ -227,9 +243,13 @@ MUTATIONS = [
         "a stray's gradient enters the update",
         (
             Change(
-                "decision", "    if verdict.strays:\n        return Repeat()", "    if False:\n        return Repeat()"
+                "protocol.decision",
+                "    if verdict.strays:\n        return Repeat()",
+                "    if False:\n        return Repeat()",
             ),
-            Change("decision", "spoiled_sum = verdict.tie or verdict.strays or", "spoiled_sum = verdict.tie or"),
+            Change(
+                "protocol.decision", "spoiled_sum = verdict.tie or verdict.strays or", "spoiled_sum = verdict.tie or"
+            ),
         ),
         ("flip", "freeze", "tail"),
         ("exact average", "one trajectory", "no work lost"),
@@ -237,7 +257,7 @@ MUTATIONS = [
     Mutation(
         "only the last bucket is looked at for a NaN",
         _one(
-            "exchange",
+            "gradients.exchange",
             "[bucket.total for bucket in travelled]",
             "[bucket.total for bucket in travelled[-1:]]",
         ),
@@ -247,7 +267,7 @@ MUTATIONS = [
     Mutation(
         "what NCCL says only when it is asked is ignored",
         _one(
-            "exchange",
+            "gradients.exchange",
             "if (error := self._membership.process_group.errored()) is not None:",
             "if (error := None) is not None:",
         ),
@@ -256,14 +276,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the sums are not made a mean",
-        _one("decision", "scale=nominal_tokens / self.verdict.valid_tokens,", "scale=1.0,"),
+        _one("protocol.decision", "scale=nominal_tokens / self.verdict.valid_tokens,", "scale=1.0,"),
         ("none",),
         ("exact average",),
     ),
     Mutation(
         "two groups that have read the same data are both taken",
         _one(
-            "decision",
+            "protocol.decision",
             "doubled = _find_doubled(holders, read or [()] * len(rows))",
             "doubled = ()",
         ),
@@ -273,23 +293,27 @@ MUTATIONS = [
     Mutation(
         "a rank leaves when it was told to, not when all ranks of its group were",
         _one(
-            "drain",
+            "engine.drain",
             '            elif self._store.check([f"{self._key}/vote/{self._votes}"]):',
             "            elif self._requested:",
         ),
-        ("drain",),
+        ("engine.drain",),
         ("ranks never part", "no state given up", "liveness"),
     ),
     Mutation(
         "what a rank tells its group is sent before the vote, not there",
-        _one("group_store", "    store.check([key])", "    pass"),
-        ("drain",),
+        _one("membership.group_store", "    store.check([key])", "    pass"),
+        ("engine.drain",),
         ("ranks never part", "no state given up", "liveness"),
         first=4050,
     ),
     Mutation(
         "a joiner begins with the fetched state before all ranks of its group have it",
-        _one("heal", "fetched = Fetched(min(self._group.gather(attempt.fetched())))", "fetched = attempt.fetched()"),
+        _one(
+            "engine.heal",
+            "fetched = Fetched(min(self._group.gather(attempt.fetched())))",
+            "fetched = attempt.fetched()",
+        ),
         ("kill", "donor"),
         ("ranks never part", "one trajectory", "no state given up"),
     ),
@@ -297,12 +321,12 @@ MUTATIONS = [
         "each rank lists the folder of checkpoints by itself",
         (
             Change(
-                "titan_ft.training.checkpoint_choice",
+                "training.checkpoint_choice",
                 "if rank == 0 else Choice(NO_STEP)",
                 "if True else Choice(NO_STEP)",
             ),
             Change(
-                "titan_ft.training.checkpoint_choice",
+                "training.checkpoint_choice",
                 "step = gather(choice.step)[0]",
                 "step = gather(choice.step)[rank]",
             ),
@@ -312,14 +336,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a group that is outside of the largest clique does not leave when it is told to",
-        _one("partition", "            if self._store.check([leave_key]):", "            if False:"),
+        _one("membership.partition", "            if self._store.check([leave_key]):", "            if False:"),
         ("cut", "drain"),
         ("no work lost",),
     ),
     Mutation(
         "each rank leaves its gradients out, or not, for itself",
         _one(
-            "round",
+            "engine.round",
             "spoiled=any(self._group.gather(int(self._exchange.spoiled)))",
             "spoiled=any([self._group.gather(int(self._exchange.spoiled)), self._exchange.spoiled][1:])",
         ),
@@ -328,38 +352,42 @@ MUTATIONS = [
     ),
     Mutation(
         "rank 0 decides by what it has found itself",
-        _one("agreement", "decide(set(found).union(*said))", "decide(set(found))"),
+        _one("membership.agreement", "decide(set(found).union(*said))", "decide(set(found))"),
         ("kill", "lossy"),
         ("ranks never part", "one trajectory", "exact average", "liveness", "no state given up"),
     ),
     Mutation(
         "each rank goes by its own vote",
-        _one("membership", '        return answer == "yes"\n', "        return ok\n"),
+        _one("membership.membership", '        return answer == "yes"\n', "        return ok\n"),
         ("kill", "lossy"),
         ("ranks never part",),
     ),
     Mutation(
         "a rank that loses its connection to the group's store ends",
-        _one("agreement", "                self._store = self._connect()\n", "                raise\n"),
+        _one("membership.agreement", "                self._store = self._connect()\n", "                raise\n"),
         ("reset_own",),
         ("no state given up",),
     ),
     Mutation(
         "a corrupt minority ends all groups",
-        _one("decision", "    if outcome.verdict.tie:\n", "    if outcome.verdict.tie or outcome.verdict.corrupt:\n"),
+        _one(
+            "protocol.decision",
+            "    if outcome.verdict.tie:\n",
+            "    if outcome.verdict.tie or outcome.verdict.corrupt:\n",
+        ),
         ("flip",),
         ("no state given up",),
     ),
     Mutation(
         "the newest group says which shape is right",
-        _one("member", "first = min(groups, key=", "first = max(groups, key="),
-        ("shape",),
+        _one("protocol.member", "first = min(groups, key=", "first = max(groups, key="),
+        ("protocol.shape",),
         ("no state given up",),
     ),
     Mutation(
         "a job begins with all of its groups only",
         _one(
-            "decision",
+            "protocol.decision",
             "    if present < config.min_replica_size and not begun:\n        return GiveUp(",
             "    if present < config.group_size:\n        return GiveUp(",
         ),
@@ -368,13 +396,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a count of givers that has broken is believed",
-        _one("exchange", "(counted,) = self._read(gathered)", "counted = (self._await_works(), gathered)[1]"),
+        _one("gradients.exchange", "(counted,) = self._read(gathered)", "counted = (self._await_works(), gathered)[1]"),
         ("kill", "freeze", "cut"),
         ("no idle traffic",),
     ),
     Mutation(
         "rounds without gradients send them nevertheless",
-        _one("exchange", "if bucket.fragment not in self.travelling:", "if False:"),
+        _one("gradients.exchange", "if bucket.fragment not in self.travelling:", "if False:"),
         ("none",),
         ("no idle traffic",),
     ),
@@ -382,37 +410,39 @@ MUTATIONS = [
         "a group of another shape is admitted",
         (
             Change(
-                "member",
+                "protocol.member",
                 "    return member.job, member.config, member.shape\n",
                 "    return member.job, member.config, ''\n",
             ),
-            Change("member", "    return shape_differences(", "    return [] and shape_differences("),
+            Change("protocol.member", "    return shape_differences(", "    return [] and shape_differences("),
         ),
-        ("shape",),
+        ("protocol.shape",),
         ("one trajectory",),
     ),
     Mutation(
         "another host of a group than the first is not watched",
-        _one("rank_watch", "if seconds[rank] > self._patience]", "if False]"),
+        _one("membership.rank_watch", "if seconds[rank] > self._patience]", "if False]"),
         ("freeze", "cut_ranks"),
         ("liveness",),
     ),
     Mutation(
         "a process that hangs ends without a word",
-        _one("watchdog", "self._explain, self._on_hang)", "self._explain)"),
+        _one("engine.watchdog", "self._explain, self._on_hang)", "self._explain)"),
         ("hang",),
         ("nothing silent",),
     ),
     Mutation(
         "the others wait for a joiner's transfer",
-        _one("heal", 'awaited=config.catch_up == "wait")', "awaited=True)"),
+        _one("engine.heal", 'awaited=config.catch_up == "wait")', "awaited=True)"),
         ("rejoin",),
         ("no stall for a joiner",),
     ),
     Mutation(
         "a joiner replays all that it has queued at once",
         _one(
-            "heal", "if number >= 2 and (late := max(self._group.gather(self._note_lateness(until)))):", "if late := 0:"
+            "engine.heal",
+            "if number >= 2 and (late := max(self._group.gather(self._note_lateness(until)))):",
+            "if late := 0:",
         ),
         ("last",),
         ("no stall for a joiner",),
@@ -420,7 +450,7 @@ MUTATIONS = [
     Mutation(
         "a report names only who has accused this group since the one before",
         _one(
-            "partition",
+            "membership.partition",
             "lost.extend(member for member in self._members if member.has_reported(own))",
             "lost.extend(self._accusers)",
         ),
@@ -430,7 +460,7 @@ MUTATIONS = [
     Mutation(
         "nobody looks at the base of the first update that is queued",
         _one(
-            "catch_up",
+            "engine.catch_up",
             "if base != (self.updates[place - 1].lineage if place else self.lineage):",
             "if place and base != self.updates[place - 1].lineage:",
         ),
@@ -440,9 +470,9 @@ MUTATIONS = [
     Mutation(
         "a checkpoint that was withdrawn counts as saved",
         (
-            Change("position", "            self.saved = min(self.saved, self.agreed)\n", ""),
+            Change("protocol.position", "            self.saved = min(self.saved, self.agreed)\n", ""),
             Change(
-                "position",
+                "protocol.position",
                 "self.saved, self.saved_corrupt = min(self.saved, self.agreed), False",
                 "self.saved_corrupt = False",
             ),
@@ -453,28 +483,30 @@ MUTATIONS = [
     Mutation(
         "the state that came is not compared with the digest that was agreed on",
         _one(
-            "heal", "        if attempt.digest is None or self._position.digest == attempt.digest:", "        if True:"
+            "engine.heal",
+            "        if attempt.digest is None or self._position.digest == attempt.digest:",
+            "        if True:",
         ),
         ("flip", "kill"),
         ("one trajectory",),
     ),
     Mutation(
         "nobody meets the others right behind a round's update",
-        _one("step", "        for _ in range(_MAX_OPENINGS):", "        for _ in ():"),
+        _one("engine.step", "        for _ in range(_MAX_OPENINGS):", "        for _ in ():"),
         ("joiner",),
         ("no stall for a joiner", "no work lost", "liveness"),
         mode="semi",
     ),
     Mutation(
         "a joiner lets the others wait until it has trained a whole round",
-        _one("round", "(Sign.AWAITED, self.awaited), ", ""),
+        _one("engine.round", "(Sign.AWAITED, self.awaited), ", ""),
         ("alone",),
         ("no stall for a joiner", "liveness"),
         mode="semi",
     ),
     Mutation(
         "a joiner sits in the next round although its state is there long before",
-        _one("heal", "attempt is not None and meets_later and not self.ended_on_update:", "False:"),
+        _one("engine.heal", "attempt is not None and meets_later and not self.ended_on_update:", "False:"),
         ("joiner",),
         ("no stall for a joiner",),
         mode="semi",
@@ -482,7 +514,9 @@ MUTATIONS = [
     Mutation(
         "groups in the midst of a round are not waited for when the lighthouse was started again",
         _one(
-            "membership", '        return self._agreement.rank0_decides((), decide) == "live"', "        return False"
+            "membership.membership",
+            '        return self._agreement.rank0_decides((), decide) == "live"',
+            "        return False",
         ),
         ("lighthouse", "leave", "alone"),
         ("no work lost",),
@@ -491,7 +525,7 @@ MUTATIONS = [
     Mutation(
         "the bytes that a round's changes are measured from are not compared behind its steps",
         _one(
-            "round",
+            "engine.round",
             "        return bool(config.semi_sync_method and config.digest_every and at_end)",
             "        return False",
         ),
@@ -501,21 +535,21 @@ MUTATIONS = [
     ),
     Mutation(
         "moments of its own are in a group's digest",
-        _one("outer", "        return [self._outer.optimizer]", "        return self._optimizers"),
+        _one("engine.outer", "        return [self._outer.optimizer]", "        return self._optimizers"),
         ("none",),
         ("one trajectory", "no state given up"),
         mode="semi",
     ),
     Mutation(
         "a group's change is not weighted by its tokens",
-        _one("outer", "out=change).mul_(weights[fragment])", "out=change).mul_(1 / 3)"),
+        _one("engine.outer", "out=change).mul_(weights[fragment])", "out=change).mul_(1 / 3)"),
         ("none",),
         ("exact average",),
         mode="semi",
     ),
     Mutation(
         "a fragment's mean is by the number of groups",
-        _one("bucket", "0.0 if shard is None else weight", "float(shard is not None)"),
+        _one("gradients.bucket", "0.0 if shard is None else weight", "float(shard is not None)"),
         ("none",),
         ("exact average",),
         mode="semi",
@@ -523,7 +557,7 @@ MUTATIONS = [
     Mutation(
         "fragments that are not exchanged are updated by what their buckets hold",
         _one(
-            "exchange",
+            "gradients.exchange",
             "if flat is None or weights is None:",
             "weights = weights or [1.0] * len(bucket.parts)\n            if flat is None:",
         ),
@@ -534,7 +568,7 @@ MUTATIONS = [
     Mutation(
         "a group goes on with the anchors of all fragments",
         _one(
-            "outer",
+            "engine.outer",
             "            if anchor.grad is not None:\n                weights = ",
             "            if True:\n                weights = ",
         ),
@@ -556,7 +590,7 @@ MUTATIONS = [
     Mutation(
         "what others send in bfloat16 is not heard",
         _one(
-            "exchange",
+            "gradients.exchange",
             "bucket.values.copy_(parts.view(-1)[: bucket.values.numel()])",
             "bucket.values.mul_(num_members)",
         ),
@@ -566,7 +600,7 @@ MUTATIONS = [
     Mutation(
         "each adds up the changes in 8 bits in an order of its own",
         _one(
-            "exchange",
+            "gradients.exchange",
             "add_up(self._all_gather(payload), num_exact, bucket.flat)",
             "add_up(self._all_gather(payload).roll(-self._quorum.rank, 0), num_exact, bucket.flat)",
         ),
@@ -576,7 +610,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what rounding has left of a change is given several times",
-        _one("quantize", "            values += self._kept", "            values += self._kept.mul_(4)"),
+        _one("gradients.quantize", "            values += self._kept", "            values += self._kept.mul_(4)"),
         ("none",),
         ("exact average",),
         mode="semi",
@@ -584,7 +618,7 @@ MUTATIONS = [
     Mutation(
         "an entry has the loader's state before its batches",
         _one(
-            "feed",
+            "engine.feed",
             "            batches = [next(self._batches) for _ in range(num_batches)]\n"
             "            entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))",
             "            entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))\n"
@@ -595,14 +629,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a group that opens its data elsewhere says that they go on",
-        _one("feed", "exact = reading.first == expected", "exact = True"),
+        _one("engine.feed", "exact = reading.first == expected", "exact = True"),
         ("kill", "many"),
         ("nothing silent",),
     ),
     Mutation(
         "a group that has loaded a checkpoint counts as one that keeps the state",
         _one(
-            "position",
+            "protocol.position",
             "tuple(rows[rank].slot for rank in verdict.holders if rows[rank].training)",
             "tuple(made.slots(verdict.holders))",
         ),
@@ -674,7 +708,9 @@ def find(mutation: Mutation, schedules: int = SCHEDULES) -> Found | str:
 
 
 def _find(mutation: Mutation, schedules: int, send: Connection) -> None:
-    anew = ("titan_ft.replica", "titan_ft.training.checkpoint_choice", "tests.simulation")
+    from tests.simulation.standins import PACKAGES
+
+    anew = (*PACKAGES, "tests.simulation")
     for name in [name for name in sys.modules if name.startswith(anew)]:
         del sys.modules[name]
     sys.meta_path.insert(0, _Finder(mutation.changes))

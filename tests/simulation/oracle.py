@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.simulation import training
-from titan_ft.replica.ledger import Entry
-from titan_ft.replica.member import Process
+from titan_ft.protocol.ledger import Entry
+from titan_ft.protocol.member import Process
 
 ROUNDED = 2.0**-7 * (1 + 2.0**-8)
-"""What a sum in bfloat16 may be off by, as a share of what is added up by size (titan_ft/replica/half.py)."""
+"""What a sum in bfloat16 may be off by, as a share of what is added up by size (titan_ft/gradients/half.py)."""
 _TOLERANCE = 1e-3
 
 

@@ -23,23 +23,22 @@ from tests.simulation.saving import Saves
 from tests.simulation.transfer import SnapshotServer
 from tests.simulation.waiting import Arrival
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.decision import Broken, Round, Update
-from titan_ft.replica.donor import Donor
-from titan_ft.replica.drain import Drain
-from titan_ft.replica.errors import Leaving
-from titan_ft.replica.exchange import GradientExchange, OwnFacts, Reduced
-from titan_ft.replica.feed import Feed, Reading
-from titan_ft.replica.group import Group
-from titan_ft.replica.heal import Heal
-from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.member import Quorum
-from titan_ft.replica.membership import Membership
-from titan_ft.replica.position import Position
-from titan_ft.replica.rank_watch import RankWatch
-from titan_ft.replica.reach import Probe
-from titan_ft.replica.round import NOTHING, Contribution, Rounds
-from titan_ft.replica.step import ReplicaDimension
-from titan_ft.replica.watchdog import Watchdog, end_process
+from titan_ft.engine.donor import Donor
+from titan_ft.engine.drain import Drain
+from titan_ft.engine.feed import Feed, Reading
+from titan_ft.engine.heal import Heal
+from titan_ft.engine.round import NOTHING, Contribution, Rounds
+from titan_ft.engine.step import ReplicaDimension
+from titan_ft.engine.watchdog import Watchdog, end_process
+from titan_ft.gradients.exchange import GradientExchange, OwnFacts, Reduced
+from titan_ft.membership.group import Group
+from titan_ft.membership.membership import Membership
+from titan_ft.membership.rank_watch import RankWatch
+from titan_ft.protocol.decision import Broken, Round, Update
+from titan_ft.protocol.errors import Leaving
+from titan_ft.protocol.ledger import Ledger
+from titan_ft.protocol.member import Quorum
+from titan_ft.protocol.position import Position
 from titan_ft.round_settings import quantizes
 from titan_ft.run.events import DataOpened, Drained, Event, Hung, RankSilent
 from titan_ft.training.checkpoint_choice import (
@@ -50,6 +49,7 @@ from titan_ft.training.checkpoint_choice import (
     check_still_there,
     fail_together,
 )
+from titan_ft.transfer.reach import Probe
 
 if TYPE_CHECKING:
     from tests.simulation.world import GroupRun, World

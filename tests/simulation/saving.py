@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from titan_ft.replica.snapshot import Snapshot
+from titan_ft.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from tests.simulation.rank import Rank

@@ -21,23 +21,23 @@ from tests.simulation import training
 from tests.simulation.oracle import Committed, Oracle
 from tests.simulation.rank import Rank
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.decision import Update
-from titan_ft.replica.drain import OWN_SHARE, WAITING_SHARE
-from titan_ft.replica.errors import Leaving
-from titan_ft.replica.feed import Reading, merge
-from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr
-from titan_ft.replica.round import NOTHING, Contribution, Sign
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.step import Opening
+from titan_ft.engine.drain import OWN_SHARE, WAITING_SHARE
+from titan_ft.engine.feed import Reading, merge
+from titan_ft.engine.outer import OuterModel, OuterState, join_norm, set_lr
+from titan_ft.engine.round import NOTHING, Contribution, Sign
+from titan_ft.engine.step import Opening
+from titan_ft.protocol.decision import Update
+from titan_ft.protocol.errors import Leaving
+from titan_ft.protocol.ledger import Ledger
 from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes, steps_per_round
+from titan_ft.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from tests.simulation.oracle import Rules
 
 _MOMENTUM = 0.5  # of the inner optimizer
 _RATE = 0.05
-_MULTIPLES = 127  # of a block's scale, which its largest value is rounded to (titan_ft/replica/quantize.py)
+_MULTIPLES = 127  # of a block's scale, which its largest value is rounded to (titan_ft/gradients/quantize.py)
 
 
 def _decay(step: int) -> float:

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Stand-ins for what the engine takes from the real world, and their installation in all of its modules.
 
-Modules are not named one by one: whatever in a loaded module of `titan_ft.replica` or `titan_ft.run` *is* the standard
-library's `time`, `threading`, `queue` and so on is replaced, so that a new module of the engine is covered as it is. A
-stand-in raises on everything that it does not know: nothing falls through to real time.
+Modules are not named one by one: whatever in a loaded module of `PACKAGES` *is* the standard library's `time`,
+`threading`, `queue` and so on is replaced, so that a new module of a room is covered as it is. A stand-in raises on
+everything that it does not know: nothing falls through to real time. `real_names` finds a room that `PACKAGES` lacks.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ from tests.simulation.kernel import Kernel, Killed, NotSimulatedError, Process, 
 from titan_ft import device
 
 PACKAGES = (
-    "titan_ft.replica",
+    "titan_ft.protocol",
+    "titan_ft.transfer",
+    "titan_ft.membership",
+    "titan_ft.gradients",
+    "titan_ft.engine",
     "titan_ft.run",
     "titan_ft.training.checkpoint_choice",
     "titan_ft.training.checkpoint_folder",
 )
-"""What the engine is made of."""
+"""The engine's packages and modules."""
 
 
 class Module:
@@ -726,7 +730,9 @@ def _watched(decide: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replacements() -> dict[int, Any]:
     """Return what stands in, by the identity of what it stands for."""
-    from titan_ft.replica import decision, group_store, host_memory, reach, state_fetch
+    from titan_ft.membership import group_store
+    from titan_ft.protocol import decision
+    from titan_ft.transfer import host_memory, reach, state_fetch
 
     modules: list[tuple[Any, Any]] = [
         (time, TIME),
@@ -771,6 +777,24 @@ def _replacements() -> dict[int, Any]:
 
 def _is_error(member: Any) -> bool:
     return isinstance(member, type) and issubclass(member, BaseException)
+
+
+def real_names() -> list[str]:
+    """Return "module.name" of each real clock, thread and socket that a loaded module of the package holds.
+
+    A room that moved out of `PACKAGES` would get real time without a word, and the exploration would test less.
+    """
+    real = {id(concurrent.futures)}
+    for module in (time, threading, socket, queue):
+        public = getattr(module, "__all__", None) or vars(module)
+        real.add(id(module))
+        real.update(id(getattr(module, name)) for name in public if callable(getattr(module, name)))
+    found = []
+    for module_name, module in sorted(sys.modules.items()):
+        if not module_name.startswith("titan_ft."):
+            continue
+        found += [f"{module_name}.{name}" for name, value in vars(module).items() if id(value) in real]
+    return found
 
 
 @contextlib.contextmanager

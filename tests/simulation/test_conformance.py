@@ -24,7 +24,7 @@ import pytest
 from tests.simulation import lighthouse as model
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network
-from titan_ft.replica.pulse import Status
+from titan_ft.membership.pulse import Status
 
 _TICK, _HEARTBEAT_TIMEOUT, _JOIN_TIMEOUT, _INTERVAL = 0.02, 0.6, 1.2, 0.05
 _SECONDS = timedelta(seconds=10)

@@ -42,14 +42,16 @@ from tests.simulation.oracle import Oracle
 from tests.simulation.schedule import Schedule, _smaller, draw, shrink
 from tests.simulation.semi_sync import RoundOracle
 from tests.simulation.world import Options, World
-from titan_ft.replica import member, membership, pulse, waits
-from titan_ft.replica.heal import Heal
-from titan_ft.replica.position import Position
-from titan_ft.replica.round import Rounds
-from titan_ft.replica.row import Why
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.step import ReplicaDimension
+from titan_ft.engine import waits
+from titan_ft.engine.heal import Heal
+from titan_ft.engine.round import Rounds
+from titan_ft.engine.step import ReplicaDimension
+from titan_ft.membership import membership, pulse
+from titan_ft.protocol import member
+from titan_ft.protocol.position import Position
+from titan_ft.protocol.row import Why
 from titan_ft.training.checkpoint_choice import LoadError
+from titan_ft.transfer.snapshot import Snapshot
 
 SCHEDULES = 200
 
@@ -734,7 +736,7 @@ def test_a_world_goes_when_it_is_dropped() -> None:
 
 def test_the_real_world_is_back_afterwards() -> None:
     """Other tests of the process are untouched."""
-    module = vars(sys.modules["titan_ft.replica.seat"])
+    module = vars(sys.modules["titan_ft.membership.seat"])
     with standins.installed():
         assert module["time"] is not time
     assert module["time"] is time

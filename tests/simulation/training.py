@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.lr_policy import lr_factor
-from titan_ft.replica.snapshot import WHOLE, Part, Snapshot
+from titan_ft.protocol.ledger import Ledger
+from titan_ft.protocol.lr_policy import lr_factor
+from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
 
 SHAPES = (3, 2)
 """Sizes of the parameters; each gets a bucket of its own."""
@@ -67,7 +67,7 @@ class Progress:
 
 
 class State:
-    """Weights, momentum and counters of one rank, with the interface of titan_ft.replica.snapshot.TrainState."""
+    """Weights, momentum and counters of one rank, with the interface of titan_ft.transfer.snapshot.TrainState."""
 
     fragments: Sequence[int] = ()  # of the parameters
     buffers = False  # whether a forward may write some of it

@@ -13,11 +13,11 @@ import torch
 
 from tests.simulation.kernel import Kernel, Process, Task
 from tests.simulation.network import Network, Node
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.wire import Message, TransferError
+from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.wire import Message, TransferError
 
-_STALL_SECONDS, _LATE_SECONDS, _OFFER_SECONDS = 10.0, 1.0, 1.5  # as in titan_ft.replica.state_fetch
-_SERVER_OFFER_SECONDS = 1.0  # as in titan_ft.replica.state_server
+_STALL_SECONDS, _LATE_SECONDS, _OFFER_SECONDS = 10.0, 1.0, 1.5  # as in titan_ft.transfer.state_fetch
+_SERVER_OFFER_SECONDS = 1.0  # as in titan_ft.transfer.state_server
 _SOUND, _TAINTED = b'"tainted": false', b'"tainted": true'  # in a header: what nobody but the simulation knows
 
 
@@ -36,7 +36,7 @@ def _take(missing: list[range], held: range) -> range:
 
 
 class SnapshotServer:
-    """Stands in for titan_ft.replica.state_server.StateServer."""
+    """Stands in for titan_ft.transfer.state_server.StateServer."""
 
     def __init__(self, kernel: Kernel, process: Process, node: Node, wait_seconds: float) -> None:
         self._kernel, self.process, self.node, self.wait_seconds = kernel, process, node, wait_seconds

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titan_ft.replica.row import Why
-from titan_ft.replica.waits import Wait
+from titan_ft.engine.waits import Wait
+from titan_ft.protocol.row import Why
 from titan_ft.run.events import Waited
 
 if TYPE_CHECKING:
     from tests.simulation.rank import Rank
-    from titan_ft.replica.decision import Round
+    from titan_ft.protocol.decision import Round
 
 _SLACK = 0.05
 """Seconds that members may hear of one quorum apart, and that may pass between two pauses of a rank."""

@@ -28,16 +28,16 @@ from tests.simulation.semi_sync import RoundOracle, RoundRank
 from tests.simulation.transfer import Transfers
 from tests.simulation.waiting import WaitJudge
 from titan_ft.config import FaultTolerance
-from titan_ft.replica import drain
-from titan_ft.replica.decision import Done, GiveUp, Wait
-from titan_ft.replica.errors import ReplicaError
-from titan_ft.replica.row import Standing
+from titan_ft.engine import drain
+from titan_ft.protocol.decision import Done, GiveUp, Wait
+from titan_ft.protocol.errors import ReplicaError
+from titan_ft.protocol.row import Standing
 from titan_ft.round_settings import steps_per_round
 
 if TYPE_CHECKING:
     from tests.simulation.faults import Fault
-    from titan_ft.replica.decision import Broken, Decision, Round
-    from titan_ft.replica.position import Position
+    from titan_ft.protocol.decision import Broken, Decision, Round
+    from titan_ft.protocol.position import Position
 
 
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in

@@ -50,8 +50,8 @@ from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
 from titan_ft.config import ConfigError  # noqa: E402
-from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
-from titan_ft.replica.outer import OuterModel  # noqa: E402
+from titan_ft.engine.outer import OuterModel  # noqa: E402
+from titan_ft.protocol.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.round_settings import OuterOptimizer  # noqa: E402
 from titan_ft.semi_sync import SemiSyncTrainer  # noqa: E402
 from titan_ft.training import checkpoint_choice  # noqa: E402

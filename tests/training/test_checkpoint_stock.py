@@ -23,7 +23,7 @@ from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
-from titan_ft.replica.feed import Feed  # noqa: E402
+from titan_ft.engine.feed import Feed  # noqa: E402
 from titan_ft.training import checkpoint_states  # noqa: E402
 
 MakeRun = Callable[..., Run]

@@ -23,7 +23,7 @@ device.prepare()
 from torchtitan.distributed import ParallelDims  # noqa: E402
 
 from titan_ft.config import FaultTolerance  # noqa: E402
-from titan_ft.replica.group import Group  # noqa: E402
+from titan_ft.membership.group import Group  # noqa: E402
 from titan_ft.run.error_file import FILE_ENV, read_error  # noqa: E402
 from titan_ft.run.events import Event, RankSilent  # noqa: E402
 from titan_ft.training import links  # noqa: E402

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan_ft.replica.member import Member, Quorum
+from titan_ft.protocol.member import Member, Quorum
 from titan_ft.training.job_config import read_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"
@@ -23,9 +23,9 @@ import torch.distributed as dist  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers  # noqa: E402
 from torchtitan.models.llama3 import Transformer, llama3_args  # noqa: E402
 
-from titan_ft.replica.exchange import GradientExchange  # noqa: E402
-from titan_ft.replica.snapshot import TrainState  # noqa: E402
+from titan_ft.gradients.exchange import GradientExchange  # noqa: E402
 from titan_ft.training.sizes import measure  # noqa: E402
+from titan_ft.transfer.snapshot import TrainState  # noqa: E402
 
 
 class Wire:

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.feed import load_loader, save_loader
+from titan_ft.engine.feed import load_loader, save_loader
 from titan_ft.training.slot_loaders import SlotLoaders, _prepare_worker
 
 

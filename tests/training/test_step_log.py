@@ -17,8 +17,8 @@ from titan_ft import device
 device.prepare()
 
 from tests.fake_accelerator import FakeAccelerator, installed  # noqa: E402
-from titan_ft.replica.decision import Update  # noqa: E402
-from titan_ft.replica.step import Committed  # noqa: E402
+from titan_ft.engine.step import Committed  # noqa: E402
+from titan_ft.protocol.decision import Update  # noqa: E402
 from titan_ft.training.step_log import StepLog, Work  # noqa: E402
 
 STEPS = 4

@@ -4,7 +4,7 @@
 
 Whoever wants to serve writes its name there first; whoever reads another's name there steps down. Two that write at
 once, or one that was only slow and comes back, are told apart by that within moments, and groups take no new members
-from one that is not named any more (`replica/seat.py`).
+from one that is not named any more (`membership/seat.py`).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from titan_ft.config import ConfigError
-from titan_ft.replica.errors import ReplicaError
-from titan_ft.replica.row import fold48
+from titan_ft.protocol.errors import ReplicaError
+from titan_ft.protocol.row import fold48
 from titan_ft.training.checkpoint_damage import is_model_only
 from titan_ft.training.checkpoint_folder import (
     LATEST,

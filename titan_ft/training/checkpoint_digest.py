@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from titan_ft.replica.row import fold48
-from titan_ft.replica.snapshot import hash_tensors
+from titan_ft.protocol.row import fold48
+from titan_ft.transfer.snapshot import hash_tensors
 
 MODEL = "model"
 """The part that torchtitan flattens: its tensors have no name of their part before theirs."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import _consolidate_hf_safetensors
 from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError
-from titan_ft.replica.row import fold48
+from titan_ft.protocol.row import fold48
 from titan_ft.training.checkpoint_choice import Gather
 from titan_ft.training.checkpoint_damage import check_safetensors
 from titan_ft.training.checkpoint_folder import INDEX, DamagedError

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.outer import OuterModel
-from titan_ft.replica.position import Position
+from titan_ft.engine.outer import OuterModel
+from titan_ft.protocol.ledger import Ledger
+from titan_ft.protocol.position import Position
 from titan_ft.run.log import EventLog
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
-from titan_ft.replica.errors import FinalError
+from titan_ft.protocol.errors import FinalError
 from titan_ft.training.checkpoint_damage import one_line
 from titan_ft.training.checkpoint_export import ExportError
 

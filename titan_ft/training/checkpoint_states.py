@@ -10,10 +10,10 @@ from typing import Any
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.tools.logging import logger
 
-from titan_ft.replica.errors import first_line
-from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.loader_state import load_loader
-from titan_ft.replica.position import Position
+from titan_ft.engine.loader_state import load_loader
+from titan_ft.protocol.errors import first_line
+from titan_ft.protocol.ledger import Ledger
+from titan_ft.protocol.position import Position
 
 QUORUM_STATE = "titan_ft"
 """Our key beside torchtitan's "model", "optimizer", ..."""

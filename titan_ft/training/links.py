@@ -19,21 +19,18 @@ from torchtitan.distributed import ParallelDims
 
 from titan_ft import device, versions
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.bucket import local
-from titan_ft.replica.drain import Drain
-from titan_ft.replica.errors import LighthouseError, RankSilentError
-from titan_ft.replica.exchange import GradientExchange
-from titan_ft.replica.group import Group
-from titan_ft.replica.membership import Membership
-from titan_ft.replica.process_group import build_process_group
-from titan_ft.replica.rank_watch import RankWatch, describe_silence
-from titan_ft.replica.reach import Probe
-from titan_ft.replica.roll_call import RollCall
-from titan_ft.replica.row import fold48
-from titan_ft.replica.shape import describe_shape
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.state_server import StateServer
-from titan_ft.replica.watchdog import end_process
+from titan_ft.device import local_shard
+from titan_ft.engine.drain import Drain
+from titan_ft.engine.watchdog import end_process
+from titan_ft.gradients.exchange import GradientExchange
+from titan_ft.membership.group import Group
+from titan_ft.membership.membership import Membership
+from titan_ft.membership.process_group import build_process_group
+from titan_ft.membership.rank_watch import RankWatch, describe_silence
+from titan_ft.membership.roll_call import RollCall
+from titan_ft.protocol.errors import LighthouseError, RankSilentError
+from titan_ft.protocol.row import fold48
+from titan_ft.protocol.shape import describe_shape
 from titan_ft.round_settings import quantizes
 from titan_ft.run.address import find_source_address, join_address, split_address
 from titan_ft.run.error_file import write_error
@@ -42,6 +39,9 @@ from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
 from titan_ft.training import spec
 from titan_ft.training.worker import Launch
+from titan_ft.transfer.reach import Probe
+from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.state_server import StateServer
 
 
 class Links:
@@ -227,11 +227,12 @@ def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: Gr
 def _layout(model_parts: Sequence[nn.Module]) -> str:
     """Return what decides the exchange's buffers on this rank, beside the config: its parameters, in their order."""
     parameters = [
-        f"{name} {tuple(local(parameter).shape)} {parameter.dtype} {parameter.requires_grad}"
+        f"{name} {tuple(local_shard(parameter).shape)} {parameter.dtype} {parameter.requires_grad}"
         for part in model_parts
         for name, parameter in part.named_parameters()
     ]
-    return "\n".join([*parameters, *(f"count {tuple(local(count).shape)}" for count in spec.token_counts(model_parts))])
+    counts = [f"count {tuple(local_shard(count).shape)}" for count in spec.token_counts(model_parts)]
+    return "\n".join([*parameters, *counts])
 
 
 def _find(lighthouse: str, config: FaultTolerance) -> str:

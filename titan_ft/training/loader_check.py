@@ -29,9 +29,9 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from titan_ft.config import ConfigError
+from titan_ft.engine.feed import checksum
+from titan_ft.engine.loader_state import load_loader, name_loader, save_loader
 from titan_ft.host import streams
-from titan_ft.replica.feed import checksum
-from titan_ft.replica.loader_state import load_loader, name_loader, save_loader
 from titan_ft.run.events import LoaderChecked
 
 _BEFORE = 2

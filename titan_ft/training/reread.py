@@ -97,6 +97,6 @@ def _prepare(started: WorkerStarted, run_dir: Path, result: Reread) -> Callable[
 
 
 def _extend(batch: Any, former: str) -> str:
-    from titan_ft.replica.feed import checksum
+    from titan_ft.engine.feed import checksum
 
     return checksum([batch], former)

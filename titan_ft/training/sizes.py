@@ -19,11 +19,11 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.bucket import local
-from titan_ft.replica.exchange import GradientExchange
-from titan_ft.replica.snapshot import TrainState
+from titan_ft.device import local_shard
+from titan_ft.gradients.exchange import GradientExchange
 from titan_ft.round_settings import outer_optimizer, quantizes
 from titan_ft.training.spec import token_counts
+from titan_ft.transfer.snapshot import TrainState
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _outer_optimizer(ft: FaultTolerance, trained: list[torch.nn.Parameter]) -> t
     """Return the outer optimizer after an update, over anchors of what is trained; None without one."""
     if ft.semi_sync_method is None:
         return None
-    shapes = [local(parameter).shape for parameter in trained]
+    shapes = [local_shard(parameter).shape for parameter in trained]
     anchors = [torch.nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta")) for shape in shapes]
     settings = outer_optimizer(ft)
     outer = torch.optim.SGD(anchors, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov)
@@ -183,7 +183,7 @@ def _held_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    shard = local(tensor)
+    shard = local_shard(tensor)
     return shard.numel() * shard.element_size()
 
 

@@ -26,7 +26,7 @@ from titan_ft.training.loader_check import check_loader
 if TYPE_CHECKING:
     from torchtitan.train import Trainer
 
-    from titan_ft.replica.feed import Batch
+    from titan_ft.engine.feed import Batch
 
 
 class SlotLoaders:

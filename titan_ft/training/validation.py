@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError, read_flags
-from titan_ft.replica.feed import Batch
+from titan_ft.engine.feed import Batch
 from titan_ft.training.slot_loaders import prepare_workers
 
 TO_THE_END = -1

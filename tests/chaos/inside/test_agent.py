@@ -31,10 +31,10 @@ from titan_ft.chaos.inside import task as task_module
 from titan_ft.chaos.inside.agent import ChaosAgent
 from titan_ft.chaos.inside.target_worker import TargetWorker
 from titan_ft.chaos.orders import LIFETIME_SECONDS, Order
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.state_fetch import fetch
-from titan_ft.replica.state_server import StateServer
 from titan_ft.run.log import EventLog, read_events
+from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.state_fetch import fetch
+from titan_ft.transfer.state_server import StateServer
 
 device.prepare()
 

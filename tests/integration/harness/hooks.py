@@ -72,23 +72,25 @@ from titan_ft.chaos.inside.faults import IN_WAITING
 from titan_ft.chaos.inside.target_worker import TargetWorker
 from titan_ft.chaos.inside.task import Task
 from titan_ft.chaos.orders import Order
-from titan_ft.replica import heal, state_fetch
-from titan_ft.replica.bucket import Count, local
-from titan_ft.replica.catch_up import CatchUp
-from titan_ft.replica.decision import Update
-from titan_ft.replica.drain import Drain
-from titan_ft.replica.exchange import GradientExchange, _Flight
-from titan_ft.replica.membership import Membership
-from titan_ft.replica.pace import Pace
-from titan_ft.replica.rendezvous import Rendezvous
-from titan_ft.replica.snapshot import TrainState
-from titan_ft.replica.state_server import StateServer
-from titan_ft.replica.step import ReplicaDimension
-from titan_ft.replica.wire import TransferError
+from titan_ft.device import local_shard
+from titan_ft.engine import heal
+from titan_ft.engine.catch_up import CatchUp
+from titan_ft.engine.drain import Drain
+from titan_ft.engine.step import ReplicaDimension
+from titan_ft.gradients.bucket import Count
+from titan_ft.gradients.exchange import GradientExchange, _Flight
+from titan_ft.membership.membership import Membership
+from titan_ft.membership.rendezvous import Rendezvous
+from titan_ft.protocol.decision import Update
 from titan_ft.run.events import FaultInjected, Target
 from titan_ft.semi_sync import SemiSyncTrainer
 from titan_ft.trainer import ReplicaTrainer
 from titan_ft.training.step_log import StepLog
+from titan_ft.transfer import state_fetch
+from titan_ft.transfer.pace import Pace
+from titan_ft.transfer.snapshot import TrainState
+from titan_ft.transfer.state_server import StateServer
+from titan_ft.transfer.wire import TransferError
 
 SETTINGS: dict[str, Any] = json.loads(os.environ["TITAN_FT_TEST_HOOKS"])
 _HOLD_SECONDS = 60.0
@@ -518,7 +520,7 @@ def install_begin(path: Path) -> None:
             value = values[name].to(parameter.device)
             if isinstance(parameter, DTensor):
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements).to_local()
-            local(parameter.detach()).copy_(value)
+            local_shard(parameter.detach()).copy_(value)
 
     before(torchtitan.train.Trainer, "train", load)
 
@@ -536,7 +538,7 @@ class Scales:
     @staticmethod
     @torch.no_grad()
     def of(parts: list[torch.nn.Module]) -> list[float]:
-        return [local(parameter).float().abs().sum().item() for part in parts for parameter in part.parameters()]
+        return [local_shard(parameter).float().abs().sum().item() for part in parts for parameter in part.parameters()]
 
     @classmethod
     def compare(cls, trainer: ReplicaTrainer, *_: Any) -> None:

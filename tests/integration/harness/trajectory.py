@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.events import Event
 from harness.job import Job
-from titan_ft.replica.drain import TERMINATED
+from titan_ft.engine.drain import TERMINATED
 
 # Clearly below process_group_timeout_ms (10000): who waits for a dead peer's timeout waits longer.
 LONGEST_GAP_SECONDS = 7.0

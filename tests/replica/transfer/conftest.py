@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the module `state_donor`
 
 from state_donor import CHUNK, Donor
 
-from titan_ft.replica import state_fetch
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.state_server import StateServer
+from titan_ft.transfer import state_fetch
+from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.state_server import StateServer
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from titan_ft.replica import state_fetch
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.state_fetch import fetch
-from titan_ft.replica.state_server import StateServer
+from titan_ft.transfer import state_fetch
+from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.state_fetch import fetch
+from titan_ft.transfer.state_server import StateServer
 
 DEADLINE = 10.0  # seconds; only ever reached by a bug
 CHUNK = 1000  # bytes of one request in these tests

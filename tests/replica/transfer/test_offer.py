@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from state_donor import DEADLINE, TOKEN, Donor, check_equal, make_snapshot, wait_until
 
-from titan_ft.replica import donor as donors
-from titan_ft.replica import offer as offers
-from titan_ft.replica.decision import Round, judge
-from titan_ft.replica.errors import RefusedError
-from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.offer import NO_OFFER, Offer, OfferSearch, ask_all
-from titan_ft.replica.reach import Peer
-from titan_ft.replica.row import Row, Standing
-from titan_ft.replica.state_fetch import ask_offer
-from titan_ft.replica.wire import Message, TransferError
+from titan_ft.engine import donor as donors
+from titan_ft.engine import offer as offers
+from titan_ft.engine.offer import NO_OFFER, Offer, OfferSearch, ask_all
+from titan_ft.protocol.decision import Round, judge
+from titan_ft.protocol.errors import RefusedError
+from titan_ft.protocol.member import Member, Quorum
+from titan_ft.protocol.row import Row, Standing
+from titan_ft.transfer.reach import Peer
+from titan_ft.transfer.state_fetch import ask_offer
+from titan_ft.transfer.wire import Message, TransferError
 
 HELD = Message(step=5, lineage=1005, digest=77)
 

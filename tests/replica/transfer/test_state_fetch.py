@@ -27,11 +27,11 @@ import pytest
 import torch
 from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapshot, wait_until
 
-from titan_ft.replica import state_fetch
-from titan_ft.replica.errors import RefusedError
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.state_fetch import fetch
-from titan_ft.replica.wire import TransferError, proof, write_line
+from titan_ft.protocol.errors import RefusedError
+from titan_ft.transfer import state_fetch
+from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.state_fetch import fetch
+from titan_ft.transfer.wire import TransferError, proof, write_line
 
 
 @pytest.mark.parametrize("connections", [1, 3, 16])

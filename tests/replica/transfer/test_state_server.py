@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapshot, wait_until
 
-from titan_ft.replica import pace, state_fetch, state_server, wire
-from titan_ft.replica.errors import RefusedError
-from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.state_fetch import fetch
-from titan_ft.replica.state_server import StateServer
-from titan_ft.replica.wire import TransferError, proof, write_line
+from titan_ft.protocol.errors import RefusedError
+from titan_ft.transfer import pace, state_fetch, state_server, wire
+from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.state_fetch import fetch
+from titan_ft.transfer.state_server import StateServer
+from titan_ft.transfer.wire import TransferError, proof, write_line
 
 
 def test_a_wrong_token_is_refused_by_the_donor(donor: Donor) -> None:

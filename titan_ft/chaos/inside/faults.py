@@ -31,8 +31,7 @@ from titan_ft.chaos.inside.blackhole import Blackhole
 from titan_ft.chaos.inside.link import Link
 from titan_ft.chaos.inside.target_worker import TargetWorker
 from titan_ft.chaos.inside.task import Task
-from titan_ft.replica.bucket import local
-from titan_ft.replica.state_server import Send
+from titan_ft.transfer.state_server import Send
 
 Fault = Callable[[Task, TargetWorker], None]
 
@@ -175,7 +174,7 @@ def _flip(task: Task, worker: TargetWorker, shards: Mapping[str, torch.Tensor], 
 def _parameters(worker: TargetWorker) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the local shards of the parameters."""
     for name, parameter in worker.parameters.items():
-        shard = local(parameter.detach())
+        shard = device.local_shard(parameter.detach())
         if _has_bits(shard):
             yield name, shard
 
@@ -186,7 +185,7 @@ def _moments(worker: TargetWorker) -> Iterator[tuple[str, torch.Tensor]]:
         for index, (parameter, state) in enumerate(optimizer.state.items()):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step":
-                    shard = local(value.detach())
+                    shard = device.local_shard(value.detach())
                     if _has_bits(shard):
                         yield f"{number}/{index}/{key}", shard
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from titan_ft.chaos.inside.task import Task
-from titan_ft.replica.state_server import StateServer
+from titan_ft.transfer.state_server import StateServer
 
 
 @dataclass

@@ -1,0 +1,502 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Who takes part in the step: quorum, process group and vote of one replica group.
+
+Uses `Seat` (the group at the lighthouse), `Rendezvous` (its process group with the other groups) and `Partition` (what
+it does when it cannot reach some of them); the rest of the engine sees only this module.
+
+Built on `torchft.coordination` (ManagerServer, ManagerClient), not on `torchft.Manager`: the Manager couples the
+quorum to its own heal (it picks a donor per rank, fetches on the quorum thread, believes a joiner up to date after
+its first vote) and swallows errors of the exchange. With the layer below, a group reports the step it really holds
+and the heal is decided in the exchange, the same for all ranks of a group. What stays torchft's: lighthouse,
+heartbeats, quorum and the reconfigurable process groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+
+from titan_ft import device
+from titan_ft.config import FaultTolerance
+from titan_ft.membership.agreement import Agreement
+from titan_ft.membership.group_store import keep_alive
+from titan_ft.membership.partition import Partition
+from titan_ft.membership.pulse import (
+    CLOSEST,
+    SILENT_BEATS,
+    Pulse,
+    Status,
+    StatusPage,
+    Watch,
+    expects_former,
+    find_ages,
+    find_cut_off,
+    find_living,
+    find_outsiders,
+)
+from titan_ft.membership.rendezvous import Rendezvous
+from titan_ft.membership.seat import Seat
+from titan_ft.protocol.member import Admission, Member, Quorum, admit, members_of_job
+from titan_ft.run.address import join_address
+from titan_ft.run.events import ForeignMember, Joined, LeftOut, LighthouseMoved, PeerSilent
+from titan_ft.run.lighthouse import LighthouseAddress
+from titan_ft.run.log import EventLog
+from titan_ft.transfer.reach import Peer, Probe, look_up
+
+logger = logging.getLogger(__name__)
+
+# A lighthouse that was started again knows nobody, and forms a quorum of the first groups that ask. The product is well
+# above the time that all groups need to heartbeat again.
+_REUNION_ASKS = 20
+_REUNION_PAUSE_SECONDS = 0.1
+_FOLLOW_ASKS = 100  # of one at another place: shared storage tells some groups seconds later than others
+# Groups that look at the lighthouse's page in each heartbeat timeout, while they wait in an exchange; 1000 groups look
+# 200 times a second. With NCCL each looks once more, soon after it has begun to wait.
+_OFTEN = 4
+
+
+class Membership:
+    """The group's part in quorums, exchanges and votes. Every rank of the group holds one.
+
+    Make it when the group is ready for its first quorum: from then on it heartbeats, and the others wait for it.
+    `begin` and `vote` are called by the training thread, in the same order on every rank of the group; `wait` may be
+    called by the exchange's thread as well.
+
+    Args:
+        lighthouse: its address (see `LighthouseAddress`).
+        host: the numeric address that other groups reach this rank at.
+        store: host and port of the group's TCPStore.
+        attempt: how often the group was started before; the store of torchrun's agent outlives an attempt.
+        config_digest: hex hash of the settings that must be equal in all groups.
+        address: host:port of this rank's state server.
+        leave_requested: says whether this rank was.
+        shape: what else must be equal in all groups (see `titan_ft.protocol.shape`).
+    """
+
+    def __init__(
+        self,
+        config: FaultTolerance,
+        *,
+        process_group: Any,
+        lighthouse: str,
+        host: str,
+        group_rank: int,
+        group_world_size: int,
+        store: tuple[str, int],
+        attempt: int,
+        config_digest: str,
+        address: str,
+        events: EventLog,
+        probe: Probe,
+        leave_requested: Callable[[], bool],
+        shape: str = "",
+    ) -> None:
+        self._config, self._group_rank, self._events, self._probe = config, group_rank, events, probe
+        own_store = _connect(store)
+        connect_timeout = timedelta(seconds=config.connect_timeout_seconds)
+        # For quorums, by the quorum thread, and for the votes between them, by the training thread.
+        self._agreement = Agreement(
+            lambda: _connect(store, connect_timeout),
+            f"titan_ft/agreed/{attempt}",
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+        )
+        found = LighthouseAddress(lighthouse)
+        self._seat = Seat(
+            config,
+            lighthouse=found,
+            group_rank=group_rank,
+            store=own_store,
+            agreement=self._agreement,
+            address=address,
+            on_move=lambda former, address, job: events.emit(LighthouseMoved(address=address, former=former, job=job)),
+        )
+        where = join_address(host, store[1])  # of the store: on rank 0's host
+        self._seat.enter(
+            lambda: Member(config.replica_id, time.time(), uuid.uuid4().hex, config_digest, config.job_id, where, shape)
+        )
+        self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
+        self._pending: Future[Quorum] | None = None
+        self._former: tuple[int, Sequence[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
+        self._reported: set[str] = set()  # strangers
+        self._failures = 0  # votes in a row that failed
+        self._closed = False
+        self._page = StatusPage(found)
+        self._looked_at = ""  # prefix of the quorum that the pulse has looked at
+        process = self.member.unique  # of the first name
+        self._rendezvous = Rendezvous(
+            process_group,
+            timedelta(milliseconds=config.process_group_timeout_ms),
+            connect=lambda: _connect(store, connect_timeout),
+            store=own_store,
+            process=process,
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+            address=address,
+        )
+        self._partition = Partition(
+            config,
+            seat=self._seat,
+            rendezvous=self._rendezvous,
+            agreement=self._agreement,
+            probe=probe,
+            leave_requested=leave_requested,
+            store=own_store,
+            process=process,
+            group_rank=group_rank,
+            lighthouse=found,
+            events=events,
+        )
+        # Of the group rank 0 alone reads the lighthouse's page: its abort reaches the other ranks.
+        self._watches: list[Watch] = [self._watch_pulse()] if group_rank == 0 else []
+        self._watches.append(self._partition.watch(self._find_others))
+
+    @property
+    def member(self) -> Member:
+        """Return this group's name at the lighthouse."""
+        return self._seat.member
+
+    @property
+    def process_group(self) -> Any:
+        """Return the process group with the members of the quorum."""
+        return self._rendezvous.process_group
+
+    @property
+    def timeout(self) -> timedelta:
+        """Return the timeout of the process group's collectives."""
+        return self._rendezvous.timeout
+
+    def begin(self, step: int) -> None:
+        """Ask for the quorum of the next exchange, holding `step` committed updates; returns at once."""
+        assert self._pending is None, "a quorum is asked for already: vote() uses it up before the next begin()"
+        self._pending = self._thread.submit(self._ask, step, self._failures)
+
+    @property
+    def asked(self) -> bool:
+        """Say whether a quorum has been asked for and not been used by a vote yet."""
+        return self._pending is not None
+
+    @property
+    def answered(self) -> bool:
+        """Say whether the quorum asked for is there, or why there is none."""
+        return self._pending is not None and self._pending.done()
+
+    def wait_briefly(self, seconds: float) -> None:
+        """Wait for it, no longer than so."""
+        if self._pending is None:
+            time.sleep(seconds)
+            return
+        with contextlib.suppress(TimeoutError):
+            self._pending.exception(seconds)
+
+    def wait(self) -> Quorum:
+        """Wait for the quorum asked for; if this group cannot reach all of the others, until it can or they are gone.
+
+        Raises:
+            LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`.
+            Leaving: the group was told to leave, and cannot reach the others anyway.
+            ReplacedError, ConfigMismatchError, ForeignMemberError: see `titan_ft.protocol.member.admit`.
+        """
+        assert self._pending is not None, "begin() comes before wait()"
+        return self._pending.result()
+
+    def vote(self, step: int, ok: bool) -> bool:
+        """Agree within the group whether the exchange worked: true only if every rank of the group says so.
+
+        After a "no" the lighthouse renews the quorum's id, so that all members build a new process group.
+
+        Raises:
+            TimeoutError: not all ranks have voted within `vote_timeout_seconds`.
+            LighthouseError: this group has left.
+        """
+        if not ok:
+            self._partition.before_no()
+        with self.waiting():  # for a sibling whose exchange is not complete
+            agreed = self._agree_on(step, ok)
+        if agreed:
+            self._partition.forget()
+        self._failures = 0 if agreed else self._failures + 1
+        self._pending = None
+        return agreed
+
+    def _agree_on(self, step: int, ok: bool) -> bool:
+        timeout = self._config.vote_timeout_seconds
+        try:
+            answer = self._agreement.rank0_decides(() if ok else ("no",), lambda said: "no" if said else "yes", timeout)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the ranks of this group did not all vote after step {step} within fault_tolerance."
+                f"vote_timeout_seconds ({timeout:g} s): one of them hangs, or is far slower than the others"
+            ) from error
+        return answer == "yes"
+
+    def peer_address(self, rank: int) -> str:
+        """Return the state server's address (host:port) of the same group rank in member `rank`."""
+        return self._rendezvous.peers[rank]
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for an exchange: broken off when members are silent, have left it (`Pulse`) or cannot be reached."""
+        with contextlib.ExitStack() as watches:
+            for watch in self._watches:
+                watches.enter_context(watch.watching())
+            yield
+
+    def find_outsiders(self, quorum: Quorum, step: int) -> list[int]:
+        """Return the slots of groups that live and are not in `quorum`, as rank 0 sees it; none on other ranks.
+
+        Also of those with more than `step` updates that are outside because of dead links. These are silent, and come
+        back only when the links do, or when the groups at the other ends are gone.
+        """
+        beat = self._config.heartbeat_timeout_ms / 1000
+        status = self._page.read(beat) if self._group_rank == 0 else None
+        if status is None:
+            return []
+        cut_off = {Peer(m.unique, m.store): m.slot for m in find_cut_off(self.member, quorum.members, status, step)}
+        answering = {cut_off[peer] for peer in self._probe.find_answering([*cut_off])}
+        return sorted(answering.union(find_outsiders(self.member, quorum.members, status, beat)))
+
+    def find_living(self, members: Collection[Member]) -> set[int]:
+        """Return the slots of those of `members` that heartbeat; of all, if the lighthouse does not answer."""
+        beat = self._config.heartbeat_timeout_ms / 1000
+        status = self._page.read(beat)
+        if status is None:
+            return {member.slot for member in members}
+        living = {member.process for member in find_living(self.member, status, SILENT_BEATS * beat)}
+        return {member.slot for member in members if member.process in living}
+
+    def find_ages(self) -> tuple[dict[int, float], dict[int, float]] | None:
+        """Return the seconds since each group's last heartbeat, and when its process began, by slot; any thread.
+
+        None if nobody can say.
+        """
+        beat = self._config.heartbeat_timeout_ms / 1000
+        status = self._page.read(beat)
+        return None if status is None else find_ages(self.member, status, beat)
+
+    def find_holders(self) -> dict[int, Peer]:
+        """Return this rank's counterparts in other groups whose state a newcomer can use, by slot; any thread.
+
+        With rounds of several steps those of all groups that live. Else a state is outdated with the next update, which
+        a newcomer that has no quorum yet would miss; but where the others' exchange counts on a former process of this
+        group it breaks, and is made again with this one.
+        """
+        status = self._read_status()
+        if not (self._config.semi_sync_method or expects_former(self.member, status)):
+            return {}
+        return self._find_peers(status)
+
+    def find_addresses(self, slots: Sequence[int]) -> list[str]:
+        """Return the state servers' addresses (host:port) of this rank's counterparts in these groups; any thread.
+
+        That of one which does not live any more, or cannot be reached, is empty.
+
+        Raises:
+            OSError: that is so of all of them, or the lighthouse does not answer.
+        """
+        peers = self._find_peers(self._read_status())
+
+        def find(slot: int) -> str:
+            with contextlib.suppress(KeyError, OSError, RuntimeError):
+                return look_up(peers[slot], self._group_rank)
+            return ""
+
+        with ThreadPoolExecutor(len(slots), "titan_ft_addresses") as pool:
+            addresses = list(pool.map(find, slots))
+        if not any(addresses):
+            raise ConnectionError("none of them lives and can be reached")
+        return addresses
+
+    def _read_status(self) -> Status:
+        """Read the lighthouse's page.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        if (status := self._page.read(self._config.heartbeat_timeout_ms / 1000)) is None:
+            raise ConnectionError("the lighthouse's page cannot be read")
+        return status
+
+    def _find_peers(self, status: Status) -> dict[int, Peer]:
+        living = find_living(self.member, status, self._config.heartbeat_timeout_ms / 1000)
+        return {member.slot: Peer(member.unique, member.store) for member in living if member.slot != self.member.slot}
+
+    def abort(self) -> None:
+        """Break off the exchange under way, here and, by closed connections, at the others."""
+        self._rendezvous.abort(self._rendezvous.prefix)
+
+    def fall_silent(self) -> None:
+        """Stop this group's heartbeats for good, so that the others go on without it; any thread of rank 0."""
+        self._seat.close()
+
+    def close(self) -> None:
+        """Leave: stop the heartbeats and close the process group; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._seat.close()
+        for watch in self._watches:
+            watch.close()
+        self._agreement.close()
+        self._rendezvous.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # The quorum thread
+
+    def _ask(self, step: int, failures: int) -> Quorum:
+        if self._partition.must_report(failures):
+            self._partition.report_links(failures, step)
+        asked = time.monotonic()
+        reply, admission = self._find_members(step, failures)
+        while self.member not in admission.members:
+            self._partition.stay_outside(admission)
+            asked = time.monotonic()
+            reply, admission = self._find_members(step, failures)
+        answered, members = time.monotonic(), admission.members
+        self._partition.note_quorum(admission)
+        names = hashlib.sha256("/".join(member.unique for member in members).encode()).hexdigest()[:16]
+        key = f"{reply.quorum_id}/{names}"
+        error, ready = None, answered
+        if not admission.settled:
+            error = "groups that cannot reach each other have yet to report what they hold"
+        elif key != self._rendezvous.key:
+            error = self._rendezvous.configure(key, reply.quorum_id, members, self.member, step)
+            ready = time.monotonic()
+            if error is None:
+                self._events.emit(
+                    Joined(
+                        quorum=reply.quorum_id,
+                        participants=[member.slot for member in members],
+                        step=step,
+                        quorum_seconds=answered - asked,
+                        rebuild_seconds=ready - answered,
+                    )
+                )
+        # With others in the quorum the largest step may be their claim.
+        alone = len(members) == len(reply.replica_ids)
+        max_step = reply.max_step if alone else max(step, self._rendezvous.step)
+        rank = members.index(self.member)
+        return Quorum(key, rank, members, max_step, error=error, asked=asked, answered=answered, ready=ready)
+
+    def _find_members(self, step: int, failures: int) -> tuple[Any, Admission]:
+        """Ask for a quorum and pick this group's own kind out of the reply.
+
+        A lighthouse that was started again may not know all groups yet: a quorum then lacks groups that are alive. So
+        ask again, as often on each rank of the group, before they count as gone.
+        """
+        former_id, former_names, former = self._former
+        restarted, earlier, most = False, self._former[:2], _REUNION_ASKS
+        for again in itertools.count():
+            # Failures give the quorum a new id: reported once, so that another new id shows others' failures.
+            reply = self._seat.request(step, 0 if again else failures)
+            names = reply.replica_ids
+            # The same names, and this group's is one of them, say the same as in the step before.
+            admission = former if names == former_names else admit(self.member, names)
+            self._report_strangers(admission)
+            # Who has asked is there, also one that others cannot reach and that is no member.
+            there = {member.slot for member in members_of_job(self.member, names)}
+            missing = [member.slot for member in former.members if member.slot not in there]
+            if again == 0:
+                restarted = reply.quorum_id < former_id
+                restarted |= reply.quorum_id == former_id and names != former_names
+            if reply.moved:
+                restarted, most = True, _FOLLOW_ASKS
+            # A member that knows of no restart goes on to its exchange, which fails as long as this group waits here.
+            another_broke = names == earlier[1] and reply.quorum_id > earlier[0]
+            if not (restarted and missing):
+                break
+            if (another_broke or again >= most) and not self._are_in_a_round(missing, admission):
+                break
+            earlier = reply.quorum_id, names
+            if again == 0:
+                logger.warning("the lighthouse was started again; waiting for groups %s to reconnect", missing)
+            time.sleep(_REUNION_PAUSE_SECONDS)
+        self._former = reply.quorum_id, names, admission
+        return reply, admission
+
+    def _are_in_a_round(self, missing: Sequence[int], admission: Admission) -> bool:
+        """Say whether one of these groups lives: its round may take long, and without it would be void. A collective.
+
+        The quorum of a lighthouse that was started again has who asked first, and it waits for no others from then on.
+        """
+        if not self._config.semi_sync_method:
+            return False
+
+        def decide(_: set[str]) -> str:
+            beat = self._config.heartbeat_timeout_ms / 1000
+            status = self._page.read(beat)
+            living = [] if status is None else find_outsiders(self.member, admission.members, status, beat)
+            return "live" if set(missing) & set(living) else ""
+
+        return self._agreement.rank0_decides((), decide) == "live"
+
+    def _report_strangers(self, admission: Admission) -> None:
+        """Report each stranger once, on one rank of the group."""
+        for name in admission.strangers.keys() - self._reported if self._group_rank == 0 else ():
+            self._reported.add(name)
+            reason = admission.strangers[name]
+            logger.warning("left aside at the lighthouse: member %r, because %s", name, reason)
+            self._events.emit(ForeignMember(member=name, reason=reason))
+
+    # Members that fall silent, or go on without this group
+
+    def _watch_pulse(self) -> Pulse:
+        beat = self._config.heartbeat_timeout_ms / 1000
+        # A page has a line for each group, and every group looks for itself: in large jobs more seldom.
+        interval = beat * (1 + (self._config.replica_id // _OFTEN).bit_length())
+        nccl = self._config.process_group == "nccl"
+        return Pulse(
+            self._page,
+            # Gloo notices a death by itself. NCCL does not, and whoever is waited for may be silent for long already.
+            first=interval / CLOSEST if nccl else interval,
+            interval=interval,
+            patience=beat if nccl else SILENT_BEATS * beat,
+            own=lambda: self.member,
+            members=self._find_exchanging,
+            on_silence=self._leave_silent,
+            on_left_out=self._leave_abandoned,
+        )
+
+    def _find_others(self) -> list[Member]:
+        """Return the other members of the exchange under way; none as long as its quorum is not there."""
+        pending = self._pending  # the training thread drops it after the vote
+        if pending is None or not pending.done() or pending.cancelled() or pending.exception() is not None:
+            return []
+        return [member for member in pending.result().members if member != self.member]
+
+    def _find_exchanging(self) -> list[str]:
+        """Return the names of the other members of the exchange under way, and note which one it is."""
+        self._looked_at = self._rendezvous.prefix
+        return [member.replica_id for member in self._find_others()]
+
+    def _leave_silent(self, silent: dict[str, float]) -> None:
+        """Break off the exchange under way because members of it are silent."""
+        self._rendezvous.abort(self._looked_at)  # first: the event's disk may be full
+        slots = sorted(Member.parse(name).slot for name in silent)
+        logger.warning(
+            "no heartbeat from groups %s for %.1f s: the exchange is broken off", slots, max(silent.values())
+        )
+        self._events.emit(PeerSilent(slots=slots, seconds=max(silent.values())))
+
+    def _leave_abandoned(self, slots: list[int]) -> None:
+        """Break off the exchange under way because the others have left it."""
+        self._rendezvous.abort(self._looked_at)
+        logger.warning("groups %s have gone on without this one: the exchange is broken off", slots)
+        self._events.emit(LeftOut(members=slots))
+
+
+def _connect(store: tuple[str, int], timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
+    connected = TCPStore(store[0], store[1], is_master=False, wait_for_workers=False, timeout=timeout)
+    keep_alive(store[1])
+    return connected

@@ -1,0 +1,359 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One replica group's connection to the lighthouse, its seat: torchft's server on rank 0, which all ranks ask through.
+
+The server heartbeats under the group's name. The ranks agree over the group's store when to ask for a quorum, and rank
+0 asks: torchft's server could gather the requests of all ranks as well, but forgets its answers. A rank whose
+connection to it broke would have to ask again, alone, and get the quorum after that of its siblings. A group takes
+another name by opening another seat: rank 0 opens it, then all ranks take it. When the lighthouse moves, rank 0 opens
+the same seat there (`follow.py`): the name stays, and the other ranks need not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+
+from titan_ft.config import FaultTolerance
+from titan_ft.membership.agreement import Agreement
+from titan_ft.membership.follow import Follower
+from titan_ft.protocol.errors import LighthouseError
+from titan_ft.protocol.member import Member
+from titan_ft.run.address import split_address
+from titan_ft.run.lighthouse import LighthouseAddress, Place
+from titan_ft.transfer.reach import address_key
+
+logger = logging.getLogger(__name__)
+
+# A client of torchft's that is garbage by then is not collected in a forked child, a data loader's worker for instance:
+# it would wait there for its threads, which the child does not have.
+os.register_at_fork(after_in_child=gc.freeze)
+
+# A request whose time is over is forgotten by who made it and not by the lighthouse: its answer would be taken for that
+# of the next one. So requests last.
+_REQUEST = timedelta(days=30)
+# torchft's server repeats a request that a restarted lighthouse lost; it pauses for the request's time / the number of
+# retries, or 0.1 s.
+_LIGHTHOUSE_RETRIES = 10**8
+_LEFT = "this group has left the job"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the lighthouse says of a quorum.
+
+    Attributes:
+        replica_ids: names of its members.
+        max_step: largest number of committed updates that one of them has told.
+        moved: whether another lighthouse says it than said the last one.
+    """
+
+    quorum_id: int
+    replica_ids: Sequence[str]
+    max_step: int
+    moved: bool = False
+
+
+class _MovedError(Exception):
+    """The seat was moved to another lighthouse; what was asked at the former one is not answered any more."""
+
+
+class Seat:
+    """One rank's part in its group's seat. `enter` comes first.
+
+    Args:
+        lighthouse: its address.
+        store: the group's.
+        agreement: that of the group's ranks.
+        address: host:port of this rank's state server.
+        on_move: called on rank 0 with the url of the lighthouse that the seat was at, and of the one that it is at now,
+            and with Slurm's id of the latter's job.
+
+    Attributes:
+        member: the name that the group has at the lighthouse.
+        closed: whether the group has left for good.
+    """
+
+    member: Member
+
+    def __init__(
+        self,
+        config: FaultTolerance,
+        *,
+        lighthouse: LighthouseAddress,
+        group_rank: int,
+        store: TCPStore,
+        agreement: Agreement,
+        address: str,
+        on_move: Callable[[str, str, str], None],
+    ) -> None:
+        self._config, self._lighthouse = config, lighthouse
+        self._group_rank, self._store, self._agreement, self._address = group_rank, store, agreement, address
+        self._client: Any = None  # on rank 0, as its server
+        self._server: Any = None
+        self._names: Sequence[str] = ()  # of the last reply
+        self._lock = threading.Lock()
+        self._opening = threading.RLock()  # the quorum's thread takes other names, the follower's moves
+        self._opened_as: Member | None = None
+        self._asked = Future[Any]()  # the request under way
+        self._follower: Follower | None = None
+        self._on_move, self._moved = on_move, False
+        self.closed = False
+
+    def enter(self, name: Callable[[], Member]) -> None:
+        """Open the group's first seat, under the name that rank 0 gives it, and take it. A collective.
+
+        From then on the other groups wait for this one, which can ask for a quorum only when all of its ranks are here.
+
+        Raises:
+            LighthouseError: the lighthouse does not answer.
+        """
+        self.take(self._agreement.rank0_decides((), lambda _: self._open_first(name())))
+
+    def _open_first(self, member: Member) -> str:
+        """Open the group's first seat. A lighthouse that a file names may be gone: its successor is waited for."""
+        deadline = time.monotonic() + self._config.start_timeout_seconds
+        while True:
+            self._lighthouse.place = self._lighthouse.look() or self._lighthouse.place
+            try:
+                opened = self.open(member)
+            except LighthouseError:
+                if not self._lighthouse.is_file or time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.1)
+                continue
+            if self._lighthouse.may_change:
+                self._follower = Follower(self._lighthouse, self._config.replica_id, self._move)
+            return opened
+
+    def _move(self, place: Place) -> bool:
+        """Open the group's seat at another lighthouse, under the same name; says whether that one answers."""
+        with self._opening:
+            if self.closed or self._opened_as is None:
+                return False
+            former = str(self._lighthouse)
+            try:
+                if self._server is not None:  # else the group is outside, and opens its next seat there
+                    self._open_at(place.url, self._opened_as)
+            except LighthouseError as error:
+                logger.warning("no seat at the lighthouse's new place yet: %s", error)
+                return False
+            self._moved = True
+        with contextlib.suppress(InvalidStateError):  # it was answered just now
+            self._asked.set_exception(_MovedError())
+        self._on_move(former, place.url, place.job)
+        return True
+
+    def open(self, member: Member) -> str:
+        """Heartbeat as `member` from now on, on rank 0; returns what `take` needs on all ranks.
+
+        Raises:
+            LighthouseError: the lighthouse does not answer; the former seat stays.
+        """
+        with self._opening:
+            return self._open_at(str(self._lighthouse), member)
+
+    def _open_at(self, url: str, member: Member) -> str:
+        from torchft.coordination import ManagerClient, ManagerServer
+
+        config = self._config
+        connect_timeout = timedelta(seconds=config.connect_timeout_seconds)
+        try:
+            server = ManagerServer(
+                replica_id=member.replica_id,
+                lighthouse_addr=url,
+                hostname="127.0.0.1",
+                bind="127.0.0.1:0",  # only this process asks it
+                store_addr=member.store,
+                world_size=1,  # who asks it, and not the number of ranks
+                heartbeat_interval=timedelta(milliseconds=config.heartbeat_interval_ms),
+                connect_timeout=connect_timeout,
+                quorum_retries=_LIGHTHOUSE_RETRIES,
+            )
+            self._client = ManagerClient(server.address(), connect_timeout=connect_timeout)
+        except Exception as error:
+            raise self._unreachable("connect", config.connect_timeout_seconds, error, url) from error
+        self._replace_server(server)
+        self._opened_as = member
+        return member.replica_id
+
+    def reopen(self, member: Member) -> str:
+        """Open a seat under another name; returns nothing if the lighthouse is away, then the group tries again."""
+        try:
+            return self.open(member)
+        except LighthouseError as error:
+            logger.warning("no seat under a new name yet: %s", error)
+            return ""
+
+    def take(self, name: str) -> None:
+        """Take the seat that rank 0 has opened under this name."""
+        self.member = Member.parse(name)
+        self._store.set(address_key(self.member.unique, self._group_rank), self._address)
+
+    def leave(self) -> None:
+        """Stop this rank's server, and with it the heartbeats; another seat may be opened later."""
+        self._replace_server(None)
+
+    def close(self) -> None:
+        """Stop the heartbeats for good; any thread."""
+        with self._lock:  # no other seat is taken from now on
+            self.closed = True
+        if self._follower is not None:
+            self._follower.close()
+        self.leave()
+
+    def request(self, step: int, failures: int) -> Reply:
+        """Ask until there is a quorum, when all ranks of the group do; gives up only without the lighthouse.
+
+        A collective: all ranks get the same answer, or the same error.
+
+        Raises:
+            LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`, or this group has left.
+        """
+        answer = json.loads(self._agreement.rank0_decides((), lambda _: self._ask_for_all(step, failures)))
+        if isinstance(answer, str):
+            raise LighthouseError(answer)
+        quorum_id, max_step, names, moved = answer
+        self._names = self._names if names is None else names
+        return Reply(quorum_id, self._names, max_step, moved)
+
+    def _ask_for_all(self, step: int, failures: int) -> str:
+        """Ask on rank 0; returns a text: quorum id, largest step and names, None for those of before, or an error."""
+        try:
+            reply = self._ask_until_answered(step, failures)
+        except LighthouseError as error:
+            return json.dumps(str(error))
+        # With many groups there are many names, and mostly the same ones.
+        names = None if reply.replica_ids == self._names else reply.replica_ids
+        moved, self._moved = self._moved, False
+        return json.dumps([reply.quorum_id, reply.max_step, names, moved])
+
+    def _ask_until_answered(self, step: int, failures: int) -> Any:
+        timeout = self._config.quorum_timeout_seconds
+        asked = tell = time.monotonic()
+        deadline = asked + timeout
+        answer = self._ask(step, failures)
+        while not self.closed:
+            try:
+                error = answer.exception(timeout)
+            except TimeoutError as waited:
+                self._probe_lighthouse(timeout, waited)
+                now = time.monotonic()
+                if now >= tell:
+                    tell = self._tell_waiting(step, now - asked, now)
+                deadline = now + timeout
+                continue
+            if error is None:
+                reply = answer.result()
+                if self._counts(reply):
+                    return reply
+            elif isinstance(error, _MovedError):
+                deadline = time.monotonic() + timeout
+            elif time.monotonic() >= deadline:
+                self._give_up(timeout, error)
+                deadline = time.monotonic() + timeout
+            if not isinstance(error, _MovedError):
+                time.sleep(0.1)
+            answer = self._ask(step, failures)
+        raise LighthouseError(_LEFT)
+
+    def _counts(self, reply: Any) -> bool:
+        """Say whether a reply is that of the announced lighthouse.
+
+        Of two, one of which was only slow and does not know of the other yet, each could give some of the groups a
+        quorum without the rest. Only members that change can come from that.
+        """
+        if self._follower is None or not self._lighthouse.is_file or list(reply.replica_ids) == list(self._names):
+            return True
+        return self._follower.check()
+
+    def _give_up(self, seconds: float, error: BaseException) -> None:
+        """Raise because the lighthouse does not answer; not where a file will tell where its successor is.
+
+        Groups that end take the state with them. Slurm may take minutes until it has started another lighthouse.
+        """
+        lost = self._unreachable("quorum", seconds, error)
+        if not self._lighthouse.is_file:
+            raise lost from error
+        logger.warning("%s; waiting for another one to announce itself", lost)
+
+    def _ask(self, step: int, failures: int) -> Future[Any]:
+        """Ask for a quorum once; the group's server answers when it is there."""
+        with self._opening:  # the request of a seat that is moved is ended
+            client, answer = self._client, Future[Any]()
+            self._asked = answer
+
+        def ask() -> None:
+            try:
+                quorum = client._quorum(
+                    group_rank=0,
+                    step=step,
+                    checkpoint_metadata="",
+                    shrink_only=False,
+                    timeout=_REQUEST,
+                    init_sync=False,
+                    commit_failures=failures,
+                )
+            except Exception as error:  # noqa: BLE001  # the future carries it
+                result: Exception | Any = error
+            else:
+                result = quorum
+            with contextlib.suppress(InvalidStateError):  # the seat was moved meanwhile
+                answer.set_exception(result) if isinstance(result, Exception) else answer.set_result(result)
+
+        # No pool's thread: the interpreter would wait for it when it ends.
+        threading.Thread(target=ask, name="titan_ft_ask", daemon=True).start()
+        return answer
+
+    def _replace_server(self, successor: Any) -> None:
+        """Stop the heartbeats of this rank's server; `successor` is the server from now on."""
+        with self._lock:
+            left, self._server = [self._server], successor
+            if self.closed:  # meanwhile: nothing heartbeats any more
+                left, self._server = [*left, successor], None
+        for server in left:
+            if server is not None:
+                server.shutdown()
+
+    def _probe_lighthouse(self, timeout: float, error: Exception) -> None:
+        """Raise if nobody listens at the lighthouse's address; else it only waits for other groups."""
+        try:
+            socket.create_connection(split_address(str(self._lighthouse)), self._config.connect_timeout_seconds).close()
+        except OSError as refused:
+            self._give_up(timeout, refused)
+
+    def _tell_waiting(self, step: int, seconds: float, now: float) -> float:
+        """Say that other groups are waited for, since so many seconds; returns when to say so again."""
+        if not self._config.semi_sync_method:
+            logger.warning("no quorum after step %d for %.3g s: waiting for other groups", step, seconds)
+            return now
+        # A round may take hours, and a group that is done with it waits all the time.
+        logger.warning(
+            "no quorum after round %d for %.3g s: waiting for other groups, which may be in the midst of their round; "
+            "said again when it is twice as long",
+            step,
+            seconds,
+        )
+        return now + seconds
+
+    def _unreachable(self, what: str, seconds: float, error: BaseException, url: str = "") -> LighthouseError:
+        # Three hundred characters of Rust, which say no more than the line; they are in the log.
+        logger.warning("the lighthouse did not answer: %s", error)
+        return LighthouseError(
+            f"the lighthouse at {url or self._lighthouse} did not answer within fault_tolerance.{what}_timeout_seconds "
+            f"({seconds:g} s); check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "
+            "name it"
+        )

@@ -1,0 +1,663 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a group does next: the whole policy of the protocol, as pure functions.
+
+    rows of a round -> judge -> Verdict (who holds the job's state, whose gradient counts, who serves whom)
+    position, round, config -> decide -> one Decision
+
+Every rank of every group knows the same rows, and every rank of a group the same position, so each comes to the same
+decision by itself. Nothing here reads a clock, a folder or the network: what only one rank can know is agreed on in its
+group before it gets here (see `Group.clock`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titan_ft.config import FaultTolerance
+from titan_ft.protocol.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
+from titan_ft.protocol.ledger import Entry, share_out
+from titan_ft.protocol.member import Process, Quorum
+from titan_ft.protocol.row import Row, Standing, Why, descend
+from titan_ft.round_settings import unit_of
+
+if TYPE_CHECKING:
+    from titan_ft.gradients.bucket import Sums
+    from titan_ft.protocol.position import Position
+
+ALONE_SECONDS = 5.0  # without a holder of the latest state before older ones count
+MAX_EXCLUSIONS = 3  # steps in a row whose gradients only this group could not give, until it is started again
+
+
+@dataclass(frozen=True)
+class Update:
+    """A committed update, ready to be applied: reduced gradients and what the trainer counts of it.
+
+    Attributes:
+        step: number of the update, from 1.
+        tokens: trained by it.
+        lineage: of the state after it.
+        scale: factor that makes the token-weighted mean of the sums.
+        entries: the batches that it was made of.
+        readers: the groups that were ready at it (see `Ledger.readers`).
+        gradients: the sums, as `GradientExchange.reduced` returns them; None = the exchange's own buckets hold them.
+    """
+
+    step: int
+    tokens: int
+    lineage: int
+    scale: float
+    entries: list[Entry]
+    readers: list[Process]
+    gradients: Sums | None = None
+
+    @property
+    def slots(self) -> list[int]:
+        """Return the slots whose data it was made of."""
+        return sorted({entry.slot for entry in self.entries})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rows of one exchange mean. Ranks are those of the quorum.
+
+    Attributes:
+        step: committed updates that the holders' state has; the exchange makes the next one.
+        holders: ranks that hold the job's state.
+        strays: ranks that claim to hold it but differ from the majority; they must heal.
+        corrupt: strays whose state has the holders' history and other bytes.
+        tie: the bytes differ and no majority exists.
+        digest: that of the holders' bytes; 0 = none of them has taken it.
+        verified: whether all holders have taken it.
+        doubled: holders that have read data for this step which another one has read too; theirs does not count.
+        ready: holders that train on.
+        contributors: those of them whose gradient counts.
+        excluded: those of them whose gradient does not, because it is not finite.
+        resting: those of them that keep theirs back, because the step could not be committed.
+        opening: those of them that make the round for others, right behind an update (`Row.opening`).
+        early: those of them that have steps of their round left (`Row.early`).
+        donors: for each rank that is behind, the holder that serves it; without one if all holders serve others now.
+        free: holders that may serve, and that nobody fetches from. Beside groups that train, one that has yet to begin
+            may not: its ledger knows of no readers.
+        awaited: members whose transfer must end before the next update.
+        valid_tokens, tokens, loss, max_loss: sums (and the largest) over the contributors.
+    """
+
+    step: int
+    holders: tuple[int, ...]
+    strays: tuple[int, ...]
+    corrupt: tuple[int, ...]
+    tie: bool
+    digest: int
+    verified: bool
+    doubled: tuple[int, ...]
+    ready: tuple[int, ...]
+    contributors: tuple[int, ...]
+    excluded: tuple[int, ...]
+    resting: tuple[int, ...]
+    opening: tuple[int, ...]
+    early: tuple[int, ...]
+    donors: dict[int, int]
+    free: tuple[int, ...]
+    awaited: tuple[int, ...]
+    valid_tokens: int
+    tokens: int
+    loss: float
+    max_loss: float
+
+    @property
+    def due(self) -> bool:
+        """Say whether a member has made all of its steps, so that an update may follow."""
+        return not set(self.ready) <= {*self.opening, *self.early}
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that worked on all ranks of this group: the quorum, its members' rows and the verdict on them.
+
+    `entries` are the batches that the ready groups' gradients are made of.
+    """
+
+    quorum: Quorum
+    rows: Sequence[Row]
+    verdict: Verdict
+    entries: list[Entry]
+
+    @property
+    def lineage(self) -> int:
+        """Return the lineage of the holders' state."""
+        return self.rows[self.verdict.holders[0]].lineage
+
+    @property
+    def asked_for(self) -> bool:
+        """Say whether a member asks for a donor, or may in the next round."""
+        return any(not row.has_state and row.donor < 0 for row in self.rows)
+
+    @property
+    def unserved(self) -> bool:
+        """Say whether a member asks for a donor and is given none in this round."""
+        donors = self.verdict.donors
+        return any(not row.has_state and row.donor < 0 and rank not in donors for rank, row in enumerate(self.rows))
+
+    def slots(self, ranks: Sequence[int]) -> list[int]:
+        """Return the slots of `ranks`."""
+        return [self.quorum.slots[rank] for rank in ranks]
+
+    @property
+    def readers(self) -> list[Process]:
+        """Return the groups that train on."""
+        return [self.quorum.processes[rank] for rank in self.verdict.ready]
+
+    def update(self, nominal_tokens: int, gradients: Sums | None = None) -> Update:
+        """Return the update that the round is, if `is_update` says that it is one.
+
+        Args:
+            nominal_tokens: tokens of a step with all groups present, by which local losses are divided.
+            gradients: a copy of the sums; None = they stay in the exchange until the next round.
+        """
+        step = self.verdict.step + 1
+        batches = [(entry.slot, entry.first_batch, entry.num_batches) for entry in self.entries]
+        return Update(
+            step=step,
+            tokens=self.verdict.tokens,
+            lineage=descend(self.lineage, self.quorum.key, step, f"{self.slots(self.verdict.contributors)}{batches}"),
+            scale=nominal_tokens / self.verdict.valid_tokens,
+            entries=self.entries,
+            readers=self.readers,
+            gradients=gradients,
+        )
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A round that did not work on all ranks of this group.
+
+    `spoiled` says that a rank of this group had put gradients into it that are not finite.
+    """
+
+    error: str
+    spoiled: bool = False
+
+
+class Decision:
+    """What a group does after a round: one of the following."""
+
+
+# A group that trains:
+
+
+@dataclass(frozen=True)
+class Begin(Decision):
+    """Make the job's first step; `missing` groups did not come."""
+
+    missing: int
+
+
+@dataclass(frozen=True)
+class Commit(Decision):
+    """Apply the round's update."""
+
+
+@dataclass(frozen=True)
+class Repeat(Decision):
+    """Make a round again, at once, with the same gradients."""
+
+
+@dataclass(frozen=True)
+class TrainOn(Decision):
+    """Make more steps of the round: nobody has made all of them yet, and the others only met for those that heal."""
+
+
+@dataclass(frozen=True)
+class LeaveOut(Decision):
+    """Make it again without this group's gradients, which are not finite."""
+
+
+@dataclass(frozen=True)
+class Force(Decision):
+    """Make it again with them: nobody has finite ones, so the model diverges, as it would in stock torchtitan."""
+
+
+@dataclass(frozen=True)
+class TakeOver(Decision):
+    """Train the batches of `slots` as well, whose group went with its share of the step, and make the round again."""
+
+    slots: list[int]
+
+
+@dataclass(frozen=True)
+class Discard(Decision):
+    """Drop this group's gradients, and make the round again without: another group has read the same data."""
+
+
+@dataclass(frozen=True)
+class Wait(Decision):
+    """Make a round again after a pause; the gradients are kept, and not sent until they are wanted.
+
+    Attributes:
+        slots, why: the groups that the step waits for, and why; none where no group is at fault.
+    """
+
+    reason: str
+    slots: Sequence[int] = ()
+    why: Why = Why.TOO_FEW
+
+
+# A group that heals, that has finished, and that ends:
+
+
+@dataclass(frozen=True)
+class Heal(Decision):
+    """This group does not hold the job's state: its gradients are void, a donor's state is needed."""
+
+
+@dataclass(frozen=True)
+class Fetch(Decision):
+    """Fetch the state from the members `donors` (ranks in the quorum), of which the first is this group's own."""
+
+    donors: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RollBack(Decision):
+    """Go on from this group's own state: it is the latest that is left."""
+
+
+@dataclass(frozen=True)
+class Done(Decision):
+    """All groups hold the final state."""
+
+
+@dataclass(frozen=True)
+class Leave(Decision):
+    """End in order: the group was told to leave, and its ranks have agreed."""
+
+
+@dataclass(frozen=True)
+class GiveUp(Decision):
+    """End with `error`."""
+
+    error: Exception
+
+
+def decide(position: Position, outcome: Round | Broken, config: FaultTolerance) -> Decision:
+    """Say what a group does after a round; `position` is the one that has taken the round in."""
+    decision = _decide(position, outcome, config)
+    return Leave() if position.leaving and not isinstance(decision, Commit | GiveUp) else decision
+
+
+def _decide(position: Position, outcome: Round | Broken, config: FaultTolerance) -> Decision:
+    if isinstance(outcome, Broken):
+        return _after_break(position, outcome, config)
+    if outcome.verdict.tie:
+        return GiveUp(_diverged(outcome, unit_of(config)))
+    if not position.standing.has_state:
+        return _heal(position, outcome, config)
+    if outcome.quorum.rank not in outcome.verdict.holders:
+        return Heal()
+    if position.standing is Standing.FINISHED:
+        return _finish(position, outcome, config)
+    return _train(position, outcome, config) if position.training else _start(outcome, config)
+
+
+def _after_break(position: Position, broken: Broken, config: FaultTolerance) -> Decision:
+    if not (position.training and position.standing is Standing.READY):
+        return Repeat()
+    if (limit := _retry_limit(position, config)) and position.failures > limit:
+        return GiveUp(
+            GaveUpError(
+                f"fault_tolerance.max_exchange_retries ({config.max_exchange_retries}) exceeded: the exchange of "
+                f"{unit_of(config)} {position.step + 1} broke {position.failures} times in a row; see why in this log"
+            )
+        )
+    return LeaveOut() if broken.spoiled else Repeat()
+
+
+def _retry_limit(position: Position, config: FaultTolerance) -> int:
+    """Return after how many broken rounds in a row this group gives up; 0 = never.
+
+    The groups give up one after the other, the highest slot first, and the lowest never: the group that is started
+    again may be the one that was at fault; if all were at once, nobody would hold the job's state.
+    """
+    above = sum(slot > config.replica_id for slot in position.peers)
+    is_last = all(slot >= config.replica_id for slot in position.peers)
+    return 0 if is_last else config.max_exchange_retries * (1 + above)
+
+
+def _diverged(made: Round, unit: str) -> DivergedError:
+    digests = {row.slot: f"{row.digest:012x}" for row in made.rows}
+    return DivergedError(
+        f"the groups' states differ after {unit} {made.verdict.step} and no majority says which is right (digests "
+        f"{digests}); restart the job from a checkpoint"
+    )
+
+
+def _start(made: Round, config: FaultTolerance) -> Decision:
+    """Wait for the job's first step until all groups are there, or the time is over."""
+    if is_update(made, config):
+        return Heal()  # the others have begun without this group: this very round is their next update
+    present = len({row.slot for row in made.rows})
+    # The rows tell each group's own wait, the same on all of its ranks, so that everybody ends the wait in this round.
+    if present < config.group_size and max(row.waited for row in made.rows) < config.start_timeout_seconds:
+        return Wait(f"{present} of {config.group_size} groups are here")
+    # Beside groups that have begun there is nothing to give up: they wait, however long, and this one waits with them.
+    # Two that came by turns used to be told each other's absence at once, and the job never got further.
+    begun = any(row.training and row.standing == Standing.READY for row in made.rows)
+    if present < config.min_replica_size and not begun:
+        return GiveUp(
+            GaveUpError(
+                f"fault_tolerance.min_replica_size must be reached within start_timeout_seconds "
+                f"({config.start_timeout_seconds:g} s): it is {config.min_replica_size}, and {present} group(s) came; "
+                "start the others sooner"
+            )
+        )
+    return Begin(config.group_size - present)
+
+
+def _train(position: Position, made: Round, config: FaultTolerance) -> Decision:
+    verdict = made.verdict
+    if verdict.strays:
+        return Repeat()  # they come back as joiners; what they sent is not in the next sum
+    if verdict.doubled:
+        return Discard() if made.quorum.rank in verdict.doubled else Repeat()
+    if not verdict.due:
+        return TrainOn()
+    if verdict.opening:
+        return Repeat()  # they could not apply an update in this round, and will be here in the next one
+    if wait := _find_wait(made, config):
+        return wait
+    if verdict.resting:
+        return Repeat()  # nobody has a reason to keep gradients back any more
+    if lacking := uncovered(made, config):
+        return TakeOver(_share_of(config.replica_id, lacking, made))
+    if verdict.valid_tokens == 0:
+        if not verdict.excluded:
+            return Wait("no group has a gradient")
+        return Force() if made.quorum.rank in verdict.excluded else Repeat()
+    excluded = made.slots(verdict.excluded)
+    if config.replica_id in excluded and position.exclusions + 1 >= MAX_EXCLUSIONS:
+        return GiveUp(_nonfinite(position.exclusions + 1, verdict.step + 1, unit_of(config)))
+    return Commit()
+
+
+def _nonfinite(number: int, last: int, unit: str) -> NonFiniteError:
+    # Its state comes from a peer in the next attempt; if that cannot do better either, the data is what is wrong.
+    return NonFiniteError(
+        f"the gradients of this group were not finite in {number} {unit}s in a row, those of others were; last at "
+        f"{unit} {last}: look at the memory and the GPUs of this host, and at the batches that its events name"
+    )
+
+
+def _find_wait(made: Round, config: FaultTolerance) -> Wait | None:
+    """Return why the step cannot be committed yet, whatever the gradients; None if it can."""
+    verdict = made.verdict
+    if verdict.awaited:
+        slots = made.slots(verdict.awaited)
+        return Wait(f"groups {slots} fetch the state", slots, Why.ASKED)
+    present = sum(made.rows[rank].training for rank in verdict.ready)  # one that has yet to begin makes no step
+    if present < config.min_replica_size:
+        missing = sorted({*range(config.group_size)}.difference(made.slots(verdict.ready)))
+        return Wait(f"{present} group(s) hold the state, {config.min_replica_size} needed", missing)
+    return None
+
+
+def is_update(made: Round, config: FaultTolerance) -> bool:
+    """Say whether the round is an update: all that hold the state apply it, all that catch up queue it."""
+    verdict = made.verdict
+    spoiled_sum = verdict.tie or verdict.strays or verdict.doubled or verdict.resting or verdict.opening
+    if not verdict.due or spoiled_sum:
+        return False
+    return verdict.valid_tokens > 0 and not (_find_wait(made, config) or uncovered(made, config))
+
+
+def gives_next(made: Round, config: FaultTolerance) -> bool:
+    """Say whether those that keep their gradients back send them in the next round."""
+    return bool(made.verdict.resting) and not made.verdict.strays and not _find_wait(made, config)
+
+
+def uncovered(made: Round, config: FaultTolerance) -> list[int]:
+    """Return the slots whose data the round's gradients lack though `batch_policy` wants it in."""
+    if config.batch_policy == "shrink" or made.verdict.excluded:
+        return []  # each group that took over a batch which makes NaNs would be excluded in its turn
+    return sorted(set(range(config.group_size)) - {entry.slot for entry in made.entries})
+
+
+def _share_of(slot: int, lacking: Collection[int], made: Round) -> list[int]:
+    """Return which of the `lacking` slots this group takes over.
+
+    Ready groups take their own: one that is back reads nothing in its first step, and if the group that was to read its
+    slot dies in that step, nobody else may be left to.
+    """
+    ready = made.slots(made.verdict.ready)
+    others = share_out(set(lacking) - set(ready), ready)
+    return ([slot] if slot in lacking else []) + others[slot]
+
+
+def find_donors(made: Round, config: FaultTolerance) -> dict[int, tuple[int, ...]]:
+    """Return the holders that each joiner which is sent to a donor in this round fetches from, that donor first.
+
+    They all hold the same bytes, so each gives a part. In a second attempt it is the donor alone: had one of several
+    given other bytes than it showed, nobody could tell which, and the same might do so again. With a semi-synchronous
+    method as well, for a state has the inner moments of its own group in it.
+    """
+    free = made.verdict.free
+    most = 1 if config.semi_sync_method else config.heal_donors or len(free)
+    return {
+        joiner: (free[free.index(donor) :] + free)[: 1 if made.rows[joiner].heals else min(most, len(free))]
+        for joiner, donor in made.verdict.donors.items()
+    }
+
+
+def _heal(position: Position, made: Round, config: FaultTolerance) -> Decision:
+    verdict = made.verdict
+    if verdict.holders:
+        donors = find_donors(made, config).get(made.quorum.rank)
+        return Repeat() if donors is None or position.donor >= 0 else Fetch(donors)
+    if position.alone < ALONE_SECONDS:
+        return Wait("no holder of the state is in the quorum")  # they may only be late, and a transfer may still end
+    seen, best = max(row.seen for row in made.rows), max(row.step for row in made.rows)
+    if best == 0 and seen > 0:
+        return GiveUp(
+            JobLostError(
+                f"every group that held the state after step {seen} is gone; restart the job from a checkpoint"
+            )
+        )
+    # A group that has fetched a state replays its queue first: its row shows the step that this leads to.
+    return RollBack() if not position.corrupt and position.step == best else Wait("another group's state is later")
+
+
+def _finish(position: Position, made: Round, config: FaultTolerance) -> Decision:
+    missing = config.group_size - len({*made.quorum.slots, *position.left})
+    if len(made.verdict.holders) < len(made.rows):
+        return Wait("a group needs the final state")
+    return Wait("groups are missing") if missing > 0 else Done()
+
+
+# Leaving
+
+
+@dataclass(frozen=True)
+class LastToLeave:
+    """The groups with which the job's state leaves; the first one that lives saves it.
+
+    Attributes:
+        slots: those groups, in the order in which they are to save. This one is among them.
+        agreed: whether these groups know of each other. If not, others may train on.
+    """
+
+    slots: tuple[int, ...]
+    agreed: bool
+
+
+def may_leave(made: Round) -> bool:
+    """Say whether this group, if it was told to leave, may do so after a round.
+
+    The last groups to leave must know of each other, for one of them saves the state. Suppose that two
+    groups are told right after they have sent their rows, and both leave. Each takes the other for one
+    that trains on, and nobody saves. So a holder of the state leaves only once its row has said that it
+    does, or if the rows of all other holders have.
+    """
+    own, holders = made.quorum.rank, set(made.verdict.holders)
+    if own not in holders or made.rows[own].leaving:
+        return True
+    return all(made.rows[rank].leaving for rank in holders - {own})
+
+
+def find_last_to_leave(position: Position, left: Collection[int], own: int) -> LastToLeave | None:
+    """Return the groups that leave with this one and save the state first; None if this one need not.
+
+    Args:
+        position: that of this group, which leaves.
+        left: slots of the groups whose row said that they leave, in any rank's last round.
+        own: slot of this group.
+    """
+    keepers = set(position.keepers)
+    if own not in keepers or position.corrupt or not position.standing.has_state:
+        return None
+    staying = keepers.difference(left, {own})
+    if own in left:  # all keepers have read it
+        return None if staying else LastToLeave(tuple(sorted(keepers)), agreed=True)
+    if not staying:  # the others take this group for one that trains on
+        return LastToLeave((own,), agreed=True)
+    # The others hang, or are in a long round: nobody knows who stays. The first one that lives saves. If
+    # others train on, that costs no more than the time of the groups that leave.
+    return LastToLeave(tuple(sorted(staying | {own})), agreed=False)
+
+
+# The verdict
+
+
+def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) -> Verdict:
+    """Decide from all members' rows who holds the state, whose gradient counts and who serves whom.
+
+    Args:
+        read: slots whose data each member's gradients are made of.
+    """
+    claims = [rank for rank, row in enumerate(rows) if row.has_state]
+    step = _find_step(rows, claims)
+    same_lineage = _find_majority_lineage(rows, [rank for rank in claims if rows[rank].step == step])
+    digest, tie = _find_digest(rows, same_lineage)
+    alike = tuple(rank for rank in same_lineage if rows[rank].digest in (0, digest))
+    holders = () if tie else alike
+    sound = frozenset(holders)  # all members are looked up in it: there may be a thousand
+    doubled = _find_doubled(holders, read or [()] * len(rows))
+    ready = tuple(rank for rank in holders if rows[rank].standing == Standing.READY)
+    contributors = tuple(rank for rank in ready if rows[rank].valid_tokens > 0 and rank not in doubled)
+    joiners = [rank for rank, row in enumerate(rows) if row.standing == Standing.CATCHING_UP]
+    fetched_from = {rows[rank].donor for rank in joiners}
+    train = max((rows[rank].training for rank in holders), default=0)
+    free = tuple(r for r in holders if rows[r].slot not in fetched_from and rows[r].training == train)
+    verified = bool(holders) and all(rows[rank].digest for rank in holders)
+    return Verdict(
+        step=step,
+        holders=holders,
+        strays=tuple(rank for rank in claims if rank not in sound),
+        corrupt=() if tie else tuple(rank for rank in same_lineage if rank not in sound),
+        tie=tie,
+        digest=digest,
+        verified=verified,
+        doubled=doubled,
+        ready=ready,
+        contributors=contributors,
+        excluded=tuple(rank for rank in ready if rows[rank].excluded),
+        resting=tuple(rank for rank in ready if rows[rank].resting),
+        opening=tuple(rank for rank in ready if rows[rank].opening),
+        early=tuple(rank for rank in ready if rows[rank].early),
+        # Only when all have taken their digest: a corrupt donor and its joiner would outvote the sound groups later.
+        donors=_send_to_donors(rows, free if verified else ()),
+        free=free,
+        awaited=tuple(rank for rank in joiners if rows[rank].awaited and rows[rank].donor >= 0),
+        valid_tokens=sum(rows[rank].valid_tokens for rank in contributors),
+        tokens=sum(rows[rank].tokens for rank in contributors),
+        loss=sum(rows[rank].loss for rank in contributors),
+        max_loss=max((rows[rank].max_loss for rank in contributors), default=0.0),
+    )
+
+
+def spoiled(rows: Sequence[Row]) -> list[int]:
+    """Return the slots whose gradients spoil the sum because they are not finite; none if it may be used.
+
+    It may if all members with gradients have agreed to force theirs: one that does alone must not spoil the others'.
+    """
+    spoilers = [row.slot for row in rows if row.nonfinite]
+    forced = all(row.forced for row in rows if row.valid_tokens or row.excluded)
+    return [] if forced else spoilers
+
+
+def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
+    """Return how many updates the job's state has: the most that a member claims.
+
+    Unless more members that train are exactly one update behind: an exchange was complete for the one ahead, and broke
+    for them. They still have their gradients, so it is the one ahead that heals. Not after the last step: it has
+    finished training by then, and would leave. Who has steps of its round left is not of those behind: it may have
+    loaded a state that was offered while the exchange was under way, and what it gave to that is in the update.
+    """
+    if not claims:
+        return max(row.step for row in rows)
+    most = max(rows[rank].step for rank in claims)
+    ahead = [rows[rank].standing for rank in claims if rows[rank].step == most]
+    behind = [rows[rank] for rank in claims if rows[rank].step == most - 1]
+    rear = sum(bool(row.training and not row.early) for row in behind)
+    return most - 1 if rear > len(ahead) and Standing.FINISHED not in ahead else most
+
+
+def _find_majority_lineage(rows: Sequence[Row], claims: Sequence[int]) -> list[int]:
+    """Return those of `claims` with the most common lineage, of equally common ones the lowest rank's.
+
+    States of different lineage are all good ones, so that any choice that all make alike will do.
+    """
+    usual = _most_common([rows[rank].lineage for rank in claims])
+    return [rank for rank in claims if rows[rank].lineage == usual]
+
+
+def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int, bool]:
+    """Return the digest of the right bytes (0 = nobody has taken one), and whether there is no majority for any.
+
+    Different bytes of one lineage mean that some are corrupt: only a majority of those that have looked at theirs can
+    tell which. At step 0 nothing is trained yet, so the lowest rank's initial state is as good as any.
+
+    One that has yet to begin has its state from a checkpoint, and beside groups that train it is no witness for bytes
+    that one of them shows as well: that one may have written it.
+    """
+    shown = [rank for rank in same_lineage if rows[rank].digest]
+    trained = [rows[rank].digest for rank in shown if rows[rank].training]
+    loaded = [rows[rank].digest for rank in shown if not rows[rank].training]
+    digests = trained + sorted({*loaded} - {*trained}) if trained else loaded
+    if not digests:
+        return 0, False
+    (digest, most), *others = Counter(digests).most_common(2)
+    tie = any(count == most for _, count in others)
+    return digest, tie and rows[same_lineage[0]].step > 0
+
+
+def _find_doubled(holders: Sequence[int], read: Sequence[Collection[int]]) -> tuple[int, ...]:
+    """Return the holders that have read what another one has read too, all but one of each such set.
+
+    A group may come back to a step in which another one has taken its slot over and still waits to commit. The group
+    that has read most keeps its gradients: the other one has read its own slot only.
+    """
+    taken: set[int] = set()
+    doubled = []
+    for rank in sorted(holders, key=lambda rank: (-len(read[rank]), rank)):
+        if taken.isdisjoint(read[rank]):
+            taken.update(read[rank])
+        else:
+            doubled.append(rank)
+    return tuple(sorted(doubled))
+
+
+def _most_common(values: list[int]) -> int:
+    """Return the most common value, of equally common ones the first; 0 if there is none."""
+    return Counter(values).most_common(1)[0][0] if values else 0
+
+
+def _send_to_donors(rows: Sequence[Row], free: Sequence[int]) -> dict[int, int]:
+    """Pair each rank that is behind with a holder that serves nobody yet.
+
+    A holder has one copy of its state: a joiner that came at a later step would take it from one that is fetching.
+    """
+    behind = [rank for rank, row in enumerate(rows) if row.standing == Standing.BEHIND]
+    return {rank: free[(place + rows[rank].heals) % len(free)] for place, rank in enumerate(behind) if free}

@@ -1,0 +1,239 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The donor's side of a transfer: serves a snapshot to joiners; see `wire.py` for what is said."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import socket
+import socketserver
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from io import BufferedRWPair
+from typing import Any
+
+from titan_ft import device
+from titan_ft.transfer.pace import Pace
+from titan_ft.transfer.reach import answer_probe
+from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.wire import TOKEN_REMEDY, Message, octets, proof, read_line, same, write_line
+
+_HANDSHAKE_SECONDS = 10.0
+_OFFER_SECONDS = 1.0  # that a newcomer's question may wait for the offer; less than it waits for the answer
+_WAITING_SECONDS = 1.0  # between two lines of a donor that has yet to take the snapshot; well below a joiner's stall
+_JOINER_SECONDS = 60.0  # until a donor drops a joiner that takes nothing: its snapshot's memory is wanted
+
+
+Send = Callable[[socket.socket, memoryview], None]
+"""Sends all of some bytes to a connection."""
+
+
+class StateServer:
+    """Serves the latest snapshot of this rank. One thread per connection; training never waits for it.
+
+    Args:
+        host: the address to listen on.
+        token: the run's shared secret.
+        wait_seconds: how long a request may wait for its snapshot to be taken.
+        served: called as served(joiner, snapshot, bytes, copy_seconds, serve_seconds) when a joiner has everything, so
+            many bytes of it from here; `copy_seconds` is what the copy took the host or the GPU, whichever took longer.
+        max_mbps: 10**6 bits per second that all joiners together get at most; 0 = as fast as it goes.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        token: str,
+        wait_seconds: float,
+        served: Callable[[str, Snapshot, int, float, float], None],
+        max_mbps: float = 0.0,
+    ) -> None:
+        self._token = token
+        self._wait_seconds = wait_seconds
+        self._served = served
+        self._pace = Pace(max_mbps)
+        self.send: Send = self._pace.send
+        """Sends ranges of the payload; fault injection puts another one here."""
+        self._snapshot: Snapshot | None = None
+        self._copy_seconds = 0.0
+        self._offer: Message | None = None
+        self._copy: Callable[[int], None] | None = None
+        self._wanted = False
+        self._readers = 0
+        self._changed = threading.Condition()
+        self._use_device = device.for_thread()
+        self._server = _Server((host, 0), self._handle)
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="titan_ft_state_server", daemon=True
+        ).start()
+
+    @property
+    def port(self) -> int:
+        """Return the port that the system chose."""
+        return int(self._server.server_address[1])
+
+    def publish(self, snapshot: Snapshot, copy_seconds: float) -> None:
+        """Serve `snapshot`, which took the host `copy_seconds` to copy, or to let a GPU copy, from now on."""
+        with self._changed:
+            self._snapshot, self._copy_seconds, self._wanted = snapshot, copy_seconds, False
+            self._changed.notify_all()
+
+    def withdraw(self) -> Snapshot | None:
+        """Stop serving; returns the snapshot if its memory may be used again (nobody reads it)."""
+        with self._changed:
+            snapshot, self._snapshot = self._snapshot, None
+            return snapshot if self._readers == 0 else None
+
+    def offer(self, offer: Message | None, copy: Callable[[int], None] | None = None) -> None:
+        """Let joiners ask for a state of this step, lineage and digest, which is published once it is `wanted`.
+
+        None takes the offer back; who waits for it then does so for `wait_seconds` only.
+
+        Args:
+            copy: publishes the state of a step at once, if it still can; called on the thread of whoever wants it.
+        """
+        with self._changed:
+            self._offer, self._copy, self._wanted = offer, copy, False
+            self._changed.notify_all()
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """Return what is served."""
+        return self._snapshot
+
+    @property
+    def wanted(self) -> bool:
+        """Say whether a joiner waits for the state that is offered."""
+        return self._wanted
+
+    def close(self) -> None:
+        """Stop listening, drop the snapshot and end the answers under way."""
+        self._pace.close()
+        self.withdraw()
+        with self._changed:
+            self._changed.notify_all()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handle(self, connection: socket.socket) -> None:
+        self._use_device()
+        connection.settimeout(_HANDSHAKE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # an answer's end waits for no delayed ACK
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_JOINER_SECONDS * 1000))
+        stream = connection.makefile("rwb")
+        nonce = secrets.token_hex(16)
+        write_line(stream, {"nonce": nonce})
+        hello = read_line(stream)
+        expected = proof(self._token, "joiner", nonce, hello.get("nonce", ""))
+        if not same(expected, hello.get("proof")):
+            write_line(stream, {"refused": f"the donor does not accept this group's token; {TOKEN_REMEDY}"})
+            return
+        write_line(stream, {"proof": proof(self._token, "donor", nonce, hello["nonce"])})
+        started = time.monotonic()
+        while request := self._next_request(connection, stream):
+            if "probe" in request:
+                answer_probe(stream, request, self._token)
+                continue
+            if "offer" in request:
+                write_line(stream, self._find_offer(request.get("step", 0)) or {"error": "this group offers no state"})
+                continue
+            snapshot = self._acquire(stream, request)
+            if isinstance(snapshot, str):
+                write_line(stream, {"error": snapshot})
+                continue
+            try:
+                snapshot.wait()  # a GPU may still be copying it
+                send = self.send if "offset" in request else self._pace.send
+                self._answer(stream, connection, request, snapshot, send)
+            finally:
+                with self._changed:
+                    self._readers -= 1
+            if request.get("done"):
+                copied = max(self._copy_seconds, snapshot.copy_seconds)
+                self._served(request["done"], snapshot, request["bytes"], copied, time.monotonic() - started)
+
+    def _find_offer(self, step: int) -> Message | None:
+        """Return what is offered; nothing that would have to be copied over what another joiner fetches.
+
+        A group that offers fewer than `step` updates is about to make the next one: it is waited for, for a moment.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._offer is None or self._offer["step"] >= step, _OFFER_SECONDS)
+            offer, held = self._offer, self._snapshot
+            taken = self._copy is not None and offer is not None and held is not None and held.step != offer["step"]
+            return None if taken else offer
+
+    @staticmethod
+    def _next_request(connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> Message:
+        """Wait for a request for as long as it takes; what belongs to it follows at once."""
+        connection.settimeout(None)
+        request = read_line(stream)
+        if "probe" in request:
+            connection.settimeout(_HANDSHAKE_SECONDS)
+        return request
+
+    def _acquire(self, stream: BufferedRWPair[Any, Any], request: Message) -> Snapshot | str:
+        """Wait for the snapshot of `request` and become one of its readers; the reason if there is none."""
+        step, ends = request["step"], time.monotonic() + self._wait_seconds
+
+        def settled() -> bool:
+            return self._pace.closed or (self._snapshot is not None and self._snapshot.step >= step)
+
+        if (copy := self._copy) is not None and not settled():
+            copy(step)
+        while True:
+            with self._changed:
+                offered = self._copy is None and self._offer is not None and self._offer["step"] == step
+                self._wanted = self._wanted or (offered and not settled())
+                # The training thread copies it between two steps, which may be long.
+                rest = math.inf if offered else ends - time.monotonic()
+                over = self._changed.wait_for(settled, min(_WAITING_SECONDS, rest)) or rest <= _WAITING_SECONDS
+                found = self._snapshot
+                if found and (found.step, found.lineage) == (step, request.get("lineage", found.lineage)):
+                    self._readers += 1
+                    return found
+            if over:
+                held = f"step {found.step} of lineage {found.lineage}" if found else "none"
+                return f"the donor has no state of step {step} (it has {held})"
+            write_line(stream, {"waiting": step})
+
+    @staticmethod
+    def _answer(
+        stream: BufferedRWPair[Any, Any],
+        connection: socket.socket,
+        request: Message,
+        snapshot: Snapshot,
+        send: Send,
+    ) -> None:
+        held, answer = snapshot.held, Message()
+        if "offset" in request:
+            if not held.start <= request["offset"] <= request["offset"] + request["bytes"] <= held.stop:
+                write_line(stream, {"error": f"the donor has bytes {held.start} to {held.stop} of the state only"})
+                return
+            data = octets(snapshot.payload)[request["offset"] - held.start :][: request["bytes"]]
+        elif request.get("header"):
+            data, answer = memoryview(snapshot.header), Message(held=(held.start, held.stop))
+        else:
+            data = memoryview(b"")
+        write_line(stream, {**answer, "bytes": data.nbytes, "crc32": zlib.crc32(data)})
+        send(connection, data)
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handle: Callable[[socket.socket], None]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._handle = handle
+        super().__init__(address, socketserver.BaseRequestHandler)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        # The joiner went away, or does not speak the protocol. A real one asks again, here or elsewhere.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            self._handle(request)
