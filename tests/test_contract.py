@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every private or fragile thing of torch, torchtitan and torchft that the code leans on, at the pinned versions.
+"""Every private or fragile thing of torch, torchtitan, torchft and tyro that the code leans on, at the pinned versions.
 
 When an upgrade breaks something, it should break here first, by name.
 """
@@ -11,11 +11,12 @@ import dataclasses
 import importlib.metadata
 import inspect
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+import tyro
 
 from titan_ft import device
 
@@ -26,10 +27,71 @@ def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-@pytest.mark.parametrize(("package", "version"), [("torchtitan", "0.2.2"), ("torchft", "0.2.0"), ("torch", "2.13")])
+@pytest.mark.parametrize(
+    ("package", "version"), [("torchtitan", "0.2.2"), ("torchft", "0.2.0"), ("torch", "2.13"), ("tyro", "1.0.16")]
+)
 def test_pinned_versions(package: str, version: str) -> None:
     """The rest of this file holds for these releases."""
     assert importlib.metadata.version(package).startswith(version)
+
+
+@dataclasses.dataclass
+class Options:
+    """Arguments that tyro parses in the test below."""
+
+    place: tyro.conf.Positional[str]
+    number: Annotated[int, tyro.conf.arg(aliases=("--count",))]
+    choice: Literal["a", "b"] = "a"
+    flag: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise ValueError("must be >= 0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "event", "said"),
+    [
+        ("", "MissingArgs", (["place", "--number"], [])),
+        ("x --numbr 1", "MissingArgs", (["--number"], ["--numbr", "1"])),
+        ("x --number 1 y --z", "UnrecognizedArgs", ["y", "--z"]),
+        ("x --number 1 --flag=yes", "UnrecognizedArgs", ["yes"]),
+        ("x --number", "BadValue", ("too_few_values", ["--count", "--number"], int)),
+        ("x --number 1 --choice c", "InvalidChoice", ("c", ("a", "b"), ["--choice"])),
+        ("x --count one", "InstantiationFailure", ("invalid literal", ["--count", "--number"], int)),
+        ("x --number -1", "InstantiationFailure", ("must be >= 0", None, None)),
+    ],
+)
+def test_tyro_says_why_it_refuses(arguments: str, event: str, said: Any) -> None:
+    """Its private hook gets each refusal as an object, with all that `titan_ft.usage` makes a line of."""
+    from tyro import _errors
+
+    class RefusedError(Exception):
+        pass
+
+    def refuse(found: _errors.ParseErrorEvent) -> None:
+        raise RefusedError(found)
+
+    with pytest.raises(RefusedError) as refused, _errors.on_parse_error(refuse):
+        tyro.cli(Options, args=arguments.split())
+    (found,) = refused.value.args
+    assert type(found) is getattr(_errors, event)
+    argument = getattr(found, "argument", None)
+    names = None if argument is None else list(argument.lowered.name_or_flags)
+    match found:
+        case _errors.MissingArgs():
+            missing = [missing.arg.lowered.name_or_flags[-1] for missing in found.missing_arguments]
+            assert (missing, found.unrecognized_tokens) == said
+        case _errors.UnrecognizedArgs():
+            assert found.tokens == said
+        case _errors.BadValue():
+            assert (found.reason, names, found.argument.field.type_stripped) == said
+        case _errors.InvalidChoice():
+            assert (found.value, found.choices, names) == said
+        case _errors.InstantiationFailure():
+            text, *rest = said
+            assert text in found.message
+            assert [names, None if argument is None else argument.field.type_stripped] == rest
 
 
 def test_torchtitan_config_can_be_merged() -> None:

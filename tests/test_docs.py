@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from titan_ft.chaos.faults import FAULTS
-from titan_ft.command_help import parse
+from titan_ft.cli.command_line import parse
 from titan_ft.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

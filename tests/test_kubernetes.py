@@ -21,8 +21,8 @@ import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_failure_policy_rule import JobsetV1alpha2FailurePolicyRule
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
+from titan_ft.cli.command_line import parse
 from titan_ft.cluster.kubernetes import TORCHRUN_SECONDS, render
-from titan_ft.command_help import parse
 from titan_ft.config import ConfigError, FaultTolerance
 from titan_ft.launch.lighthouse import split_bind
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE

@@ -33,7 +33,7 @@ def test_a_launch_without_chaos_loads_nothing_that_breaks_things(tmp_path: Path)
     """Neither the command line nor the launcher; tests of whole launches assert it at their end as well."""
     code = (
         "import sys, titan_ft.launch.local, titan_ft.launch.supervisor\n"
-        "from titan_ft.cli import main\n"
+        "from titan_ft.cli.main import main\n"
         "flags = ['--replicas', '2', '--ranks-per-replica', '1', '--run-dir', 'none']\n"
         f"assert main(['launch', '{tmp_path}/none.toml', *flags]) == 2\n"
         "print(*(name for name in sys.modules if name.startswith('titan_ft.chaos')))"

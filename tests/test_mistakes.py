@@ -20,7 +20,7 @@ from typing import NamedTuple, TextIO
 
 import pytest
 
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.launch import launch_plan
 from titan_ft.run.events import LaunchFinished, LaunchStarted
 from titan_ft.run.log import EventLog
@@ -62,7 +62,7 @@ COMMAND_LINE = [
         "titan-ft: --replica is no option of titan-ft launch; did you mean --replicas? see titan-ft launch --help",
     ),
     Mistake(
-        "launch llama3_debug --replicas two",
+        f"{LAUNCH} --replicas two",
         "titan-ft: --replicas must be a whole number, got 'two'; correct it",
     ),
     Mistake(

@@ -12,7 +12,7 @@ def main() -> int:
     """Run one command and return its exit status; see `cli.main`."""
     try:
         # Here: imports take most of a second, and a Ctrl-C among them was a traceback of tyro's.
-        from titan_ft.cli import main as run
+        from titan_ft.cli.main import main as run
 
         return run()
     except KeyboardInterrupt:

@@ -1,213 +1,126 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Say in one line what is wrong with a command line that was refused.
+"""Report in one line why tyro refuses the arguments of a command.
 
-tyro decides what is refused; its own text is a box of ten lines with the help in it. Here the same arguments are
-looked at again, for the first mistake in them.
+tyro prints a box of ten lines, its help among them. Its hook for refusals gets the reason as an object before that.
+The hook is private to tyro, so tyro is pinned exactly; `tests/test_contract.py` names every part of it that is used.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import io
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, TypeVar, get_args
 
-import tyro
+from tyro._errors import (
+    BadValue,
+    InstantiationFailure,
+    InvalidChoice,
+    MissingArgs,
+    ParseErrorEvent,
+    UnrecognizedArgs,
+    on_parse_error,
+)
 
 from titan_ft.config import ConfigError, closest
 
+if TYPE_CHECKING:
+    from tyro._arguments import ArgumentDefinition
+
 T = TypeVar("T")
-_KINDS = {int: "a whole number", float: "a number"}
+_KINDS = {int: "a whole number", float: "a number", Path: "a path"}
 
 
-@dataclass(frozen=True)
-class Option:
-    """One argument of a command.
-
-    Attributes:
-        name: as it is written: "--run-dir", or "RUN_DIR" for one that is told by its place.
-        kind: type of its value; bool takes none.
-        several: whether it takes all values up to the next option.
-        aliases: other names of the same option.
-    """
-
-    name: str
-    kind: Any = str
-    required: bool = False
-    several: bool = False
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
-
-    @property
-    def is_flag(self) -> bool:
-        return self.name.startswith("--")
-
-
-def refusing(run: Callable[[], T], explain: Callable[[], str | None]) -> T:
-    """Return what a parser returns; what it prints when it refuses its arguments becomes one line.
+def refusing(
+    run: Callable[[], T],
+    args: Sequence[str],
+    unknown: Callable[[str], str],
+    places: Sequence[str] = (),
+    example: str = "",
+) -> T:
+    """Return the result of `run`, which parses `args` with tyro.
 
     Args:
-        explain: says what is wrong; None where it cannot tell, which leaves the parser's own words.
+        unknown: returns the line for an option that does not exist.
+        places: names of the arguments that are given by their place.
+        example: a whole command, for the line about an argument that is missing.
 
     Raises:
-        ConfigError: the arguments are refused.
+        ConfigError: tyro refuses the arguments; names the argument, the rule, the value and the remedy.
     """
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            parsed = run()
-    except SystemExit as error:
-        if not error.code:  # it was asked for its help
-            raise
-        raise ConfigError(explain() or _without_box(printed.getvalue())) from None
-    if warning := printed.getvalue():  # of what was accepted
-        sys.stderr.write(warning)
-    return parsed
+
+    def refuse(event: ParseErrorEvent) -> None:
+        raise ConfigError(_explain(event, args, unknown, places, example))
+
+    with on_parse_error(refuse):
+        return run()
 
 
-def read_options(command: type) -> list[Option]:
-    """List the arguments of a command's dataclass."""
-    hints = get_type_hints(command, include_extras=True)
-    return [
-        _option(field.name, hints[field.name], required=field.default is MISSING and field.default_factory is MISSING)
-        for field in fields(command)
-    ]
-
-
-def find_mistake(
-    args: Sequence[str], options: Sequence[Option], unknown: Callable[[str, list[str]], str], example: str = ""
-) -> str | None:
-    """Return the first mistake in the arguments as a line, or None.
-
-    Args:
-        unknown: says what is wrong with an option that is none of those whose names it gets.
-        example: a whole command, for who left something out.
-    """
-    by_name = {name: option for option in options if option.is_flag for name in option.names}
-    places = [option for option in options if not option.is_flag]
-    missing = {option.name for option in options if option.required}
-    left = list(args)
-    while left:
-        word = left.pop(0)
-        if _is_value(word):
-            if not places:
-                return f"{word!r} is one argument too many; {_place_remedy(options)}"
-            option, values = places.pop(0), [word]
-            written = option.name
-        else:
-            written, equals, value = word.partition("=")
-            name = written.replace("_", "-")
-            if name not in by_name:
-                return unknown(name, list(by_name))
-            option, values = by_name[name], [value] if equals else []
-            if option.kind is not bool and not equals:
-                while left and _is_value(left[0]) and (option.several or not values):
-                    values.append(left.pop(0))
-        missing.discard(option.name)
-        wrong = _wrong_value(written, option, values)
-        if wrong:
-            return wrong
-    if missing:
-        names = [option.name for option in options if option.name in missing]
-        text = " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
-        return f"{text} must be given, got nothing{f'; for example: {example}' if example else ''}"
-    return None
-
-
-def find_contradiction(args: Sequence[str], options: Sequence[Option]) -> str | None:
-    """Return a line about an option that is given under two names with different values, or None.
-
-    The parser would take the last one without a word: `--replicas 2 --groups 3` trained with 3 groups.
-    """
-    by_name = {name: option for option in options if option.is_flag for name in option.names}
-    given: dict[str, tuple[str, str]] = {}
+def find_values(args: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield how an option is written, and its value, each time that it is given by one of its names."""
     for position, word in enumerate(args):
         written, equals, value = word.partition("=")
-        option = by_name.get(written.replace("_", "-"))
-        if option is None or option.kind is bool:
+        if written.replace("_", "-") not in names:
             continue
-        if not equals:
-            value = args[position + 1] if position + 1 < len(args) else ""
-        name, earlier = given.setdefault(option.name, (written, value))
-        if name != written and earlier != value:
-            return f"{written} must be the same as {name} ({earlier}), got {value}; give one of the two"
-    return None
+        follows = args[position + 1] if position + 1 < len(args) else ""
+        yield written, value if equals else follows
 
 
-def example_of(command: type) -> str:
-    """Return the example that ends a command's docstring."""
-    return " ".join(inspect.cleandoc(command.__doc__ or "").rpartition("Example: ")[2].split())
+def _explain(
+    event: ParseErrorEvent,
+    args: Sequence[str],
+    unknown: Callable[[str], str],
+    places: Sequence[str],
+    example: str,
+) -> str:
+    match event:
+        case UnrecognizedArgs(tokens=[token, *_]) | MissingArgs(unrecognized_tokens=[token, *_]):
+            return _unrecognized(token, args, unknown, places)
+        case MissingArgs():
+            names = [_name(missing.arg) for missing in event.missing_arguments]
+            text = " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+            return f"{text} must be given, got nothing{f'; for example: {example}' if example else ''}"
+        case BadValue(reason="too_few_values"):
+            written, _ = _last_value(event.argument, args)
+            return (
+                f"{written} must be followed by {_kind(event.argument)}, got nothing; give it, or leave {written} out"
+            )
+        case InvalidChoice():
+            written, _ = _last_value(event.argument, args)
+            rule = f"must be one of {', '.join(event.choices)}"
+            return f"{written} {rule}, got {event.value!r}; {closest(event.value, event.choices)}set it"
+        case InstantiationFailure(argument=argument) if argument is not None:
+            written, value = _last_value(argument, args)
+            return f"{written} must be {_kind(argument)}, got {value!r}; correct it"
+        case InstantiationFailure():
+            return " ".join(event.message.split())
+    return f"the arguments are wrong ({type(event).__name__}); see --help"
 
 
-def _option(name: str, hint: Any, *, required: bool) -> Option:
-    kind, marks = hint, []
-    while get_origin(kind) is Annotated:
-        kind, *more = get_args(kind)
-        marks += more
-    several = get_origin(kind) in (tuple, list)
-    kinds = [part for part in get_args(kind) if part not in (NoneType, ...)] or [kind]
-    if get_origin(kind) is Literal:
-        kinds = [kind]
-    name = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
-    shown = f"--{name.replace('_', '-')}" if tyro.conf.Positional not in marks else name.upper()
-    aliases = tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
-    return Option(shown, kinds[0], required, several, aliases)
+def _unrecognized(token: str, args: Sequence[str], unknown: Callable[[str], str], places: Sequence[str]) -> str:
+    if token.startswith("-") and not re.match(r"-[\d.]", token):
+        return unknown(token.partition("=")[0].replace("_", "-"))
+    # Of --resume=yes tyro takes the option, which has no value, and refuses the "yes".
+    flag = next((word for word in args if word.startswith("--") and word.endswith(f"={token}")), None)
+    if flag is not None and token not in args:
+        return f"{flag.partition('=')[0]} must be without a value, got {token!r}; leave the value out"
+    remedy = f"what has no -- before it is {' '.join(places)}" if places else "every option begins with --"
+    return f"{token!r} is one argument too many; {remedy}"
 
 
-def _is_value(word: str) -> bool:
-    return not word.startswith("-") or re.fullmatch(r"-(\d.*|\.\d.*|inf|)", word) is not None
+def _last_value(argument: ArgumentDefinition, args: Sequence[str]) -> tuple[str, str]:
+    """Return how an argument is written, and its value, which tyro's events lack; the last one counts."""
+    *_, found = [(_name(argument), ""), *find_values(args, argument.lowered.name_or_flags)]
+    return found
 
 
-def _wrong_value(name: str, option: Option, values: list[str]) -> str | None:
-    if option.kind is bool:
-        return f"{name} must be without a value, got {values[0]!r}; leave the value out" if values else None
-    if not values and not option.several:
-        kind = _KINDS.get(option.kind, "a path" if option.kind is Path else "a value")
-        return f"{name} must be followed by {kind}, got nothing; give it, or leave {name} out"
-    if get_origin(option.kind) is Literal:
-        choices = list(map(str, get_args(option.kind)))
-        for value in values:
-            if value not in choices:
-                return f"{name} must be one of {', '.join(choices)}, got {value!r}; {closest(value, choices)}set it"
-    if option.kind in _KINDS:
-        for value in values:
-            try:
-                option.kind(value)
-            except ValueError:
-                return f"{name} must be {_KINDS[option.kind]}, got {value!r}; correct it"
-    return None
+def _name(argument: ArgumentDefinition) -> str:
+    name = argument.lowered.name_or_flags[-1]  # after its aliases
+    return name if name.startswith("-") else name.replace("-", "_").upper()
 
 
-def _place_remedy(options: Sequence[Option]) -> str:
-    places = [option.name for option in options if not option.is_flag]
-    return f"what has no -- before it is {' '.join(places)}" if places else "every option begins with --"
-
-
-def _without_box(text: str) -> str:
-    """Return the words in a box that tyro printed, without where to find help."""
-    text = text.partition("For full helptext")[0]
-    return " ".join(re.sub(r"[\u2500-\u257f]", " ", text).split()) or "the arguments are wrong; see --help"
-
-
-def flatten(config: type, prefix: str = "--") -> Iterator[Option]:
-    """List the flags of nested dataclasses, torchtitan's JobConfig: --training.steps, --checkpoint.no-enable."""
-    hints = get_type_hints(config)
-    for field in fields(config):
-        kind, name = hints[field.name], field.name.replace("_", "-")
-        if hasattr(kind, "__dataclass_fields__"):
-            yield from flatten(kind, f"{prefix}{name}.")
-            continue
-        option = _option(field.name, kind, required=False)
-        yield replace(option, name=f"{prefix}{name}")
-        if option.kind is bool:
-            yield Option(f"{prefix}no-{name}", bool)
+def _kind(argument: ArgumentDefinition) -> str:
+    annotation = argument.field.type_stripped
+    kinds = [_KINDS[kind] for kind in (annotation, *get_args(annotation)) if kind in _KINDS]
+    return kinds[0] if kinds else "a value"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import change
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.history import check as check_module
 from titan_ft.history.check import Verdicts, check_table
 from titan_ft.history.record import RunRecord

@@ -14,7 +14,7 @@ import pytest
 
 from tests.event_builder import change, named, untyped
 from tests.event_builder import event as make
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.history import audit as audits
 from titan_ft.history.audit import Audit
 from titan_ft.history.check import MAX_SHOWN, check, check_table

@@ -15,7 +15,7 @@ import pytest
 
 from tests.event_builder import change, like, untyped
 from tests.event_builder import event as make
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.history import check as check_module
 from titan_ft.history.check import Verdicts, check_table
 from titan_ft.history.incidents import find_failures

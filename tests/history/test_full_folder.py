@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.run.log import encode
 
 LINE = "titan-ft: --out must be a folder that can be written, got {} ({}); make room, or give another\n"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.history import check as check_module
 from titan_ft.history.audit import audit
 from titan_ft.history.check import Verdicts, check_table

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.history.logs import find_failed_attempts, show_logs
 from titan_ft.history.record import RunRecord
 from titan_ft.run.log import encode

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.history import record
 from titan_ft.history import timeline as timelines
 from titan_ft.history.audit import audit

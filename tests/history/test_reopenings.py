@@ -13,7 +13,7 @@ import pytest
 
 from tests.event_builder import change
 from tests.history.conftest import SyntheticRun
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.history.audit import audit
 from titan_ft.history.check import check
 from titan_ft.history.notes import find_notes

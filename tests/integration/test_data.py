@@ -17,7 +17,7 @@ from harness.events import Event, audit
 from harness.job import Job
 from harness.trajectory import check, check_killed, named
 
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 
 STEP = 4  # the step in which the second group is killed
 NUM_FILES = 4  # of the stream: two for each of two slots, one for each of their loaders' workers

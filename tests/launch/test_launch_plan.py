@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import event
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.config import ConfigError
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.local import launch

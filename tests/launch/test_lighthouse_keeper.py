@@ -106,7 +106,7 @@ def test_crash_loop_is_given_up(make_keeper: MakeKeeper, tmp_path: Path, monkeyp
 def test_lighthouse_whose_log_is_full(make_keeper: MakeKeeper, tmp_path: Path) -> None:
     """That it listens is seen without its log: on a full disk it comes back as on any other."""
     (tmp_path / "lighthouse.log").symlink_to("/dev/full")
-    keeper = make_keeper("import sys; from titan_ft.cli import main; main()")
+    keeper = make_keeper("import sys; from titan_ft.cli.main import main; main()")
     keeper._command = [
         sys.executable, "-m", "titan_ft", "lighthouse", "--bind", f"{HOST}:{keeper.port}"
     ]  # fmt: skip

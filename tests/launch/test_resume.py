@@ -18,7 +18,7 @@ import pytest
 
 from tests.launch.test_launch_plan import began
 from titan_ft import resolved_config
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.config import ConfigError, flat_values
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.resume import (

@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.event_builder import build
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.live.job_curve import HOLD_SECONDS, JobCurve, JobSteps
 from titan_ft.run.events import Drained, Event, LaunchStarted, StepCommitted, TrainingFinished
 from titan_ft.run.log import EventLog

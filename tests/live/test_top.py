@@ -570,7 +570,7 @@ class Terminal:
             "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
             # As a shell starts it in the foreground, also where these tests run in the background and ignore it.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "from titan_ft.cli import main; sys.exit(main(['top', sys.argv[1]]))\n"
+            "from titan_ft.cli.main import main; sys.exit(main(['top', sys.argv[1]]))\n"
         )
         env = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(

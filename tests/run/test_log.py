@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.event_builder import build
-from titan_ft.cli import main
+from titan_ft.cli.main import main
 from titan_ft.run.appender import is_cut, retry_waiting
 from titan_ft.run.events import (
     CheckpointFailed,

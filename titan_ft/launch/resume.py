@@ -291,7 +291,11 @@ def read_command(config: Path) -> Command:
         words = shlex.split(header.removeprefix(HEADER))
     end = words.index("--") if "--" in words else len(words)
     flag_pairs = (tyro.conf.FlagCreatePairsOff,)
-    options = refusing(lambda: tyro.cli(Launch, args=words[:end], config=flag_pairs), lambda: None)
+    options = refusing(
+        lambda: tyro.cli(Launch, args=words[:end], config=flag_pairs),
+        words[:end],
+        lambda option: f"{option} is no option of titan-ft launch; correct the first two lines of {config}",
+    )
     return Command(config, options.replicas, options.ranks_per_replica, tuple(words[end + 1 :]), folder)
 
 

@@ -9,12 +9,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from titan_ft import config as ft_config
-from titan_ft import usage
 from titan_ft.config import ConfigError, closest
 from titan_ft.host.release import check_torchtitan, expect_torchtitan
 from titan_ft.training.checkpoint_folder import INDEX
@@ -22,6 +22,7 @@ from titan_ft.training.custom_import import import_custom
 from titan_ft.training.divisions import check_model, num_experts
 from titan_ft.training.flavors import register_flavors
 from titan_ft.training.own_trainer import check_tables, check_trainer
+from titan_ft.usage import refusing
 
 # Fields of [fault_tolerance] that a group may have to itself; job_id is compared by name.
 _MAY_DIFFER = (
@@ -126,20 +127,31 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
     ft_config.check_table("", values, schema)
     check_steps(values, args)
 
-    def explain() -> str | None:
-        return usage.find_mistake(args, list(usage.flatten(schema)), _unknown_flag)
+    def unknown(flag: str) -> str:
+        hint = closest(_as_in_toml(flag), (_as_in_toml(known) for known in _flags(schema)))
+        return f"{_as_in_toml(flag)} is no flag of torchtitan; {hint}correct or remove it"
 
     try:
-        return usage.refusing(lambda: manager.parse_args(list(args)), explain)
+        return refusing(lambda: manager.parse_args(list(args)), args, unknown)
     except ConfigError:
         raise
     except ValueError as error:  # torchtitan's own rules
         raise ConfigError(" ".join(str(error).split())) from error
 
 
-def _unknown_flag(name: str, known: list[str]) -> str:
-    hint = closest(name, known).replace("-", "_").replace("__", "--", 1)
-    return f"{name.replace('-', '_').replace('__', '--', 1)} is no flag of torchtitan; {hint}correct or remove it"
+def _flags(schema: type, prefix: str = "--") -> Iterator[str]:
+    """Yield the flags of nested dataclasses: --training.steps, --checkpoint.enable, --checkpoint.no-enable."""
+    for f in fields(schema):
+        if is_dataclass(f.type):
+            yield from _flags(f.type, f"{prefix}{f.name}.")  # type: ignore[arg-type]  # a class
+            continue
+        yield f"{prefix}{f.name}"
+        if f.type is bool:
+            yield f"{prefix}no-{f.name}"
+
+
+def _as_in_toml(flag: str) -> str:
+    return "--" + flag.removeprefix("--").replace("-", "_")
 
 
 def check_paths(job_config: Any) -> None:

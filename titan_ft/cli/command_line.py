@@ -1,26 +1,24 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read the command line of `titan-ft` into one of the classes in `options`; describe and complete its commands."""
+"""Read the command line of `titan-ft` into one of the classes in `options`, and describe its commands."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import io
 import textwrap
 from collections.abc import Sequence
-from functools import reduce
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
 
 import tyro
 
 from titan_ft import versions
 from titan_ft.config import ConfigError, closest
 from titan_ft.options import COMMANDS, OPTIONS_OF_OPTIONS, TAKES_FLAGS
-from titan_ft.usage import example_of, find_contradiction, find_mistake, read_options, refusing
+from titan_ft.usage import find_values, refusing
 
 _WIDTH = 80
-_PARSER = (tyro.conf.FlagCreatePairsOff,)
+PARSER = (tyro.conf.FlagCreatePairsOff,)
 
 
 def parse(argv: Sequence[str]) -> Any:
@@ -31,20 +29,79 @@ def parse(argv: Sequence[str]) -> Any:
     """
     name, args = _split_name(argv)
     command = COMMANDS[name]
-    args = _join_values(_place_config(command, args))
+    options = read_options(command)
+    places = [option.name for option in options if not option.name.startswith("--")]
+    args = _join_values(_place_config(places, args))
+    _check_aliases(options, args)
 
-    def unknown(option: str, known: list[str]) -> str:
-        if "." in option and issubclass(command, TAKES_FLAGS):
-            return f"{option} must come after a --, as all of torchtitan's flags: titan-ft {name} ... -- {option}=..."
-        return f"{option} is no option of titan-ft {name}; {closest(option, known)}see titan-ft {name} --help"
+    def unknown(written: str) -> str:
+        if "." in written and issubclass(command, TAKES_FLAGS):
+            return f"{written} must come after a --, as all of torchtitan's flags: titan-ft {name} ... -- {written}=..."
+        hint = closest(written, [known for option in options for known in option.names])
+        return f"{written} is no option of titan-ft {name}; {hint}see titan-ft {name} --help"
 
-    if mistake := find_contradiction(args, read_options(command)):
-        raise ConfigError(mistake)
     description = describe_command(command)
     return refusing(
-        lambda: tyro.cli(command, prog=f"titan-ft {name}", args=args, description=description, config=_PARSER),
-        lambda: find_mistake(args, read_options(command), unknown, example_of(command)),
+        lambda: tyro.cli(command, prog=f"titan-ft {name}", args=args, description=description, config=PARSER),
+        args,
+        unknown,
+        places,
+        example_of(command),
     )
+
+
+@dataclass(frozen=True)
+class Option:
+    """One argument of a command.
+
+    Attributes:
+        name: "--run-dir", or "RUN_DIR" for an argument that is given by its place.
+        aliases: other names of the same option.
+        takes_value: False for a flag.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    takes_value: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+def read_options(command: type) -> list[Option]:
+    """List the arguments of a command's dataclass."""
+    options = []
+    for field, hint in get_type_hints(command, include_extras=True).items():
+        marks = getattr(hint, "__metadata__", ())
+        name = next((mark.name for mark in marks if getattr(mark, "name", None)), field)
+        shown = name.upper() if tyro.conf.Positional in marks else f"--{name.replace('_', '-')}"
+        aliases = tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
+        options.append(Option(shown, aliases, takes_value=bool not in (hint, *get_args(hint))))
+    return options
+
+
+def example_of(command: type) -> str:
+    """Return the example that ends a command's docstring."""
+    return " ".join(inspect.cleandoc(command.__doc__ or "").rpartition("Example: ")[2].split())
+
+
+def _check_aliases(options: Sequence[Option], args: Sequence[str]) -> None:
+    """Refuse an option that is given under two names with different values: tyro would take the last one silently.
+
+    Raises:
+        ConfigError: there is such an option.
+    """
+    for option in options:
+        if not option.aliases or not option.takes_value:
+            continue
+        given = list(find_values(args, option.names))
+        for written, value in given:
+            first, earlier = given[0]
+            if written != first and value != earlier:
+                raise ConfigError(
+                    f"{written} must be the same as {first} ({earlier}), got {value}; give one of the two"
+                )
 
 
 def _split_name(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -76,9 +133,9 @@ def _names(group: str) -> list[str]:
     return [name for name in COMMANDS if name.startswith(f"{group} ")]
 
 
-def _place_config(command: type, args: list[str]) -> list[str]:
+def _place_config(places: Sequence[str], args: list[str]) -> list[str]:
     """Put the value of --config in its place, for scripts that give CONFIG as an option."""
-    if not any(option.name == "CONFIG" for option in read_options(command)):
+    if "CONFIG" not in places:
         return args
     for position, word in enumerate(args):
         name, equals, value = word.partition("=")
@@ -128,26 +185,6 @@ def describe_version() -> str:
     """Return the versions of titan-ft and of what it builds on."""
     own, *others = (f"{name} {version}" for name, version in versions().items())
     return f"{own.replace('_', '-')} ({', '.join(others)})"
-
-
-def complete(shell: str) -> str:
-    """Return the script that lets a shell complete commands and their options."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        tyro.cli(_union("", list(COMMANDS)), prog="titan-ft", args=["--tyro-print-completion", shell], config=_PARSER)
-    return printed.getvalue()
-
-
-def _union(group: str, names: Sequence[str]) -> Any:
-    """Return the commands as tyro knows subcommands: a union of types, in which a group is a union again."""
-    # tyro makes no subcommand of a single type; and a group has a help, too.
-    parts: dict[str, Any] = {"help": Annotated[None, tyro.conf.subcommand("help")]} if group else {}
-    for name in names:
-        first = name.removeprefix(group).lstrip().partition(" ")[0]
-        inner = [other for other in names if other.startswith(f"{group}{first} ")]
-        kind = _union(f"{group}{first} ", inner) if inner else COMMANDS[name]
-        parts[first] = Annotated[kind, tyro.conf.subcommand(first)]
-    return reduce(lambda one, other: one | other, parts.values())
 
 
 def _paragraphs(command: type) -> list[str]:

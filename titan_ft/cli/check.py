@@ -1,0 +1,57 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""`titan-ft check`: verify the promises of a run from its events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_ft.cli.read_record import read_record
+from titan_ft.config import ConfigError, check_folder
+from titan_ft.history.audit import Audit, audit
+from titan_ft.history.check import check, check_table, nothing_known
+from titan_ft.history.record import RunRecord
+from titan_ft.history.reread import Reread
+from titan_ft.history.terminal import show
+from titan_ft.options import Check
+
+
+def run(command: Check, worker_args: Sequence[str]) -> int:
+    """Print the verdicts; the exit status is 0 if everything asked holds."""
+    check_folder("RUN_DIR", command.run_dir)
+    if command.against is not None:
+        check_folder("--against", command.against)
+    try:
+        record = read_record(command.run_dir)
+        against = None if command.against is None else read_record(command.against)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a damaged history proves nothing
+        if not command.json:
+            print(f"verdict: unknown: {error}")
+            return 1
+        verdicts, audited = nothing_known(str(error)), Audit(unknown=[str(error)])
+    else:
+        again = _reread(record, command.run_dir) if command.reread else None
+        verdicts, audited = check(record, against, again), audit(record)
+        if again is not None:
+            audited = again.apply(audited)
+    if command.json:
+        print(json.dumps(verdicts.to_dict() | {"audit": audited.to_dict()}, indent=2))
+    else:
+        show(check_table(verdicts))
+    return verdicts.exit_status
+
+
+def _reread(record: RunRecord, run_dir: Path) -> Reread:
+    """Read the data of a run again. Data or a config that cannot be read any more make it unknown."""
+    # Only here: reading data loads torch and torchtitan, which takes seconds.
+    from titan_ft.training.reread import reread
+
+    try:
+        return reread(record, run_dir)
+    except Exception as error:  # noqa: BLE001  # of the user's own loader, a file server, a missing module
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return Reread(unknown=[f"the data cannot be read again: {text}"])

@@ -1,0 +1,39 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""`titan-ft completion`: print a script for a shell."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from functools import reduce
+from typing import Annotated, Any
+
+import tyro
+
+from titan_ft.cli.command_line import PARSER
+from titan_ft.options import COMMANDS, Completion
+
+
+def run(command: Completion, worker_args: Sequence[str]) -> int:
+    """Print the script that lets a shell complete commands and their options."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        tyro.cli(
+            _union("", list(COMMANDS)), prog="titan-ft", args=["--tyro-print-completion", command.shell], config=PARSER
+        )
+    print(printed.getvalue())
+    return 0
+
+
+def _union(group: str, names: Sequence[str]) -> Any:
+    """Return the commands as tyro knows subcommands: a union of types, in which a group is a union again."""
+    # tyro makes no subcommand of a single type; and a group has a help, too.
+    parts: dict[str, Any] = {"help": Annotated[None, tyro.conf.subcommand("help")]} if group else {}
+    for name in names:
+        first = name.removeprefix(group).lstrip().partition(" ")[0]
+        inner = [other for other in names if other.startswith(f"{group}{first} ")]
+        kind = _union(f"{group}{first} ", inner) if inner else COMMANDS[name]
+        parts[first] = Annotated[kind, tyro.conf.subcommand(first)]
+    return reduce(lambda one, other: one | other, parts.values())

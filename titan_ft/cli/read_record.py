@@ -1,0 +1,33 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read the events of a run for a command, and say in one line why that is not possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titan_ft.config import ConfigError
+from titan_ft.history.record import RunRecord
+from titan_ft.run.paths import RunPaths
+
+
+def read_record(run_dir: Path) -> RunRecord:
+    """Read the events of a run.
+
+    Raises:
+        ConfigError: there are none.
+        ValueError: one of the files is damaged; says which line, and what to do.
+    """
+    try:
+        record = RunRecord.read(RunPaths(run_dir).events)
+    except OSError as error:
+        what = "a file of events" if str(error.filename).endswith(".jsonl") else "a folder with events"
+        raise ValueError(f"{error.filename} must be {what}, got {error.strerror}; mend or remove it") from error
+    if not record.events:
+        below = "the --run-dir of a run"
+        if any(run_dir.glob("*.jsonl")):
+            below = f"the folder above, {run_dir.absolute().parent}"
+        raise ConfigError(
+            f"RUN_DIR must be the folder of a run, got {run_dir}; it has no events (events/*.jsonl): give {below}"
+        )
+    return record
