@@ -1,40 +1,49 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-# lines of the engine are quoted as they are
-"""Defects that the engine had, or could have, as changes of its source: the exploration must find each of them.
+"""Defects that the engine had, or could have: the exploration must find each of them.
 
-A mutation runs in a forked process, in which the engine is imported anew from the changed source.
+Each mutation puts its defect into the engine by name: it replaces functions, methods, properties or constants. So a
+line may be moved or formatted freely, and a name that is gone is an error. A mutation runs in a forked process.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import contextlib
+import copy
 import multiprocessing
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
 from multiprocessing.connection import Connection
-from types import CodeType, ModuleType
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.simulation import semi_sync, standins
+from tests.simulation.schedule import draw
+from titan_ft.device import local_shard
+from titan_ft.engine import catch_up, drain, feed, heal, outer, step, watchdog
+from titan_ft.engine import round as rounds
+from titan_ft.gradients import exchange, quantize
+from titan_ft.gradients.bucket import Bucket
+from titan_ft.membership import group, group_store, membership, partition, pulse, rank_watch
+from titan_ft.membership.agreement import Agreement
+from titan_ft.protocol import decision, member
+from titan_ft.protocol.errors import GaveUpError
+from titan_ft.protocol.position import Position
+from titan_ft.run.events import DataOpened
+from titan_ft.training import checkpoint_choice
 
 SCHEDULES = 2000
-"""Within so many a mutation must be found."""
+"""Within so many schedules the exploration must find a mutation."""
 
-
-@dataclass(frozen=True)
-class Change:
-    """`old` is in the source of `module`, as in "engine.heal", exactly once."""
-
-    module: str
-    old: str
-    new: str
-
-    @property
-    def name(self) -> str:
-        """Return the module's full name."""
-        return self.module if self.module.startswith("tests.") else f"titan_ft.{self.module}"
+Patch = pytest.MonkeyPatch
 
 
 @dataclass(frozen=True)
@@ -42,15 +51,18 @@ class Mutation:
     """A defect.
 
     Attributes:
-        name: what goes wrong.
-        kinds: of faults that find it soon.
-        promises: of which it breaks one.
+        name: the function that puts it into the engine.
+        text: what goes wrong.
+        apply: puts it into the engine.
+        kinds: kinds of faults that find it soon.
+        promises: the promises of which it breaks one.
         first: seed to begin with.
-        mode: of the schedules, as `schedule.draw` has it.
+        mode: mode of the schedules, as `schedule.draw` has it.
     """
 
     name: str
-    changes: tuple[Change, ...]
+    text: str
+    apply: Callable[[Patch], None]
     kinds: tuple[str, ...]
     promises: tuple[str, ...]
     first: int = 0
@@ -59,7 +71,7 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Found:
-    """The first schedule that a mutation breaks a promise in."""
+    """The first schedule in which a mutation breaks a promise."""
 
     seed: int
     schedules: int
@@ -67,629 +79,708 @@ class Found:
     text: str
 
 
-def _one(module: str, old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module, old, new),)
+MUTATIONS: list[Mutation] = []
 
 
-MUTATIONS = [
-    Mutation(
-        "a group that thaws is not told that the others have left its exchange",
-        _one(
-            "membership.pulse",
-            "if slots := find_successors(own, known_members(members), status.quorum):",
-            "if slots := []:",
-        ),
-        ("freeze",),
-        ("liveness",),
-    ),
-    Mutation(
-        "the wait for the first step is judged by each rank's own clock",
-        (
-            Change(
-                "engine.step",
-                "began, seen = self._group.clock(), -math.inf",
-                "began, seen = time.monotonic(), -math.inf",
-            ),
-            Change(
-                "engine.step",
-                "            now = self._group.clock()\n            is_soon_over",
-                "            now = time.monotonic()\n            is_soon_over",
-            ),
-        ),
-        ("absent",),
-        ("ranks never part",),
-        first=160,
-    ),
-    Mutation(
-        "a job is begun anew although a group in the midst of a long step lives",
-        _one(
-            "engine.step",
-            "if is_soon_over and isinstance(outcome, Round) and self._look_for_outsiders(outcome):",
-            "if False:",
-        ),
-        ("long",),
-        ("no state given up",),
-    ),
-    Mutation(
-        "a group that heals after the last step takes any state for the final one",
-        _one(
-            "engine.step",
-            "return None\n            _end_if_decided(decision)",
-            "self.heal()\n                return self.finish()\n            _end_if_decided(decision)",
-        ),
-        ("flip", "groups_die"),
-        ("counters",),
-        first=740,
-    ),
-    Mutation(
-        "nobody tells of groups that cannot reach each other",
-        _one(
-            "membership.partition", "return known or failures >= _PROBE_AFTER or bool(self._accusers)", "return False"
-        ),
-        ("cut",),
-        ("no state given up", "liveness"),
-    ),
-    Mutation(
-        "a donor does not show its bytes",
-        (
-            Change(
-                "engine.round",
-                "        if joiners and self._position.standing.has_state:",
-                "        if False and joiners:",
-            ),
-            Change(
-                "protocol.decision",
-                "donors=_send_to_donors(rows, free if verified else ()),",
-                "donors=_send_to_donors(rows, free),",
-            ),
-            Change(
-                "engine.heal",
-                "        if attempt.digest is None or self._position.digest == attempt.digest:",
-                "        if attempt.digest in (None, 0, self._position.digest):",
-            ),
-            Change("engine.heal", "agreed = verdict.verified and (verdict.step", "agreed = (verdict.step"),
-            Change(
-                "engine.heal",
-                "if agreed and not (attempt.loaded and self._position.digest != verdict.digest):",
-                "if agreed:",
-            ),
-        ),
-        ("flip", "kill"),
-        ("one trajectory", "no state given up"),
-    ),
-    Mutation(
-        "a joiner rolls back before it has replayed what it has queued",
-        _one(
-            "protocol.position",
-            "return self.target or (0 if self.corrupt else self.step)",
-            "return 0 if self.corrupt else self.step",
-        ),
-        ("last",),
-        ("no state given up",),
-    ),
-    Mutation(
-        "one group ahead makes all others heal",
-        (
-            Change(
-                "protocol.decision",
-                "return most - 1 if rear > len(ahead) and Standing.FINISHED not in ahead else most",
-                "return most",
-            ),
-            Change("engine.round", " + (1 if self._position.training else 0)", ""),
-        ),
-        ("tail",),
-        ("no work lost",),
-    ),
-    Mutation(
-        "a group that has read nothing does not count as one that holds the state",
-        _one(
-            "protocol.decision",
-            "present = sum(made.rows[rank].training for rank in verdict.ready)",
-            "present = len(verdict.contributors) + len(verdict.excluded)",
-        ),
-        ("lost",),
-        ("liveness",),
-    ),
-    Mutation(
-        "the digest of the state before is kept after an update",
-        _one(
-            "protocol.position",
-            "self.step, self.lineage, self.digest, self.training = update.step, update.lineage, 0, True",
-            "self.step, self.lineage, self.training = update.step, update.lineage, True",
-        ),
-        ("kill", "drain", "freeze"),
-        ("no state given up", "one trajectory", "liveness"),
-    ),
-    Mutation(
-        "a heal without a replayed update keeps the joiner's old digest",
-        (
-            Change(
-                "protocol.position",
-                "self.step, self.lineage, self.digest, self.corrupt = step, lineage, 0, False",
-                "self.step, self.lineage, self.corrupt = step, lineage, False",
-            ),
-            Change(
-                "engine.heal",
-                "        self._rounds.take_digest()\n"
-                "        if attempt.digest is None or self._position.digest == attempt.digest:",
-                "        if True:",
-            ),
-        ),
-        ("kill", "tail", "freeze"),
-        ("no state given up",),
-        first=400,
-    ),
-    Mutation(
-        "a group that is behind adds its stale gradient",
-        (
-            Change(
-                "engine.round", "not contribution.empty and not self._is_outdated(quorum)", "not contribution.empty"
-            ),
-            Change(
-                "engine.round",
-                "self._exchange.arm(lambda quorum: not self._is_outdated(quorum))",
-                "self._exchange.arm(lambda quorum: True)",
-            ),
-            Change(
-                "engine.round",
-                "        facts = contribution if given or resting else NOTHING",
-                "        facts = contribution if (given and claims) or resting else NOTHING",
-            ),
-        ),
-        ("freeze", "cut_lighthouse"),
-        ("exact average",),
-    ),
-    Mutation(
-        "a stray's gradient enters the update",
-        (
-            Change(
-                "protocol.decision",
-                "    if verdict.strays:\n        return Repeat()",
-                "    if False:\n        return Repeat()",
-            ),
-            Change(
-                "protocol.decision", "spoiled_sum = verdict.tie or verdict.strays or", "spoiled_sum = verdict.tie or"
-            ),
-        ),
-        ("flip", "freeze", "tail"),
-        ("exact average", "one trajectory", "no work lost"),
-    ),
-    Mutation(
-        "only the last bucket is looked at for a NaN",
-        _one(
-            "gradients.exchange",
-            "[bucket.total for bucket in travelled]",
-            "[bucket.total for bucket in travelled[-1:]]",
-        ),
-        ("nan",),
-        ("exact average", "one trajectory"),
-    ),
-    Mutation(
-        "what NCCL says only when it is asked is ignored",
-        _one(
-            "gradients.exchange",
-            "if (error := self._membership.process_group.errored()) is not None:",
-            "if (error := None) is not None:",
-        ),
-        ("kill",),
-        ("exact average", "one trajectory", "no state given up"),
-    ),
-    Mutation(
-        "the sums are not made a mean",
-        _one("protocol.decision", "scale=nominal_tokens / self.verdict.valid_tokens,", "scale=1.0,"),
-        ("none",),
-        ("exact average",),
-    ),
-    Mutation(
-        "two groups that have read the same data are both taken",
-        _one(
-            "protocol.decision",
-            "doubled = _find_doubled(holders, read or [()] * len(rows))",
-            "doubled = ()",
-        ),
-        ("many", "groups_die", "lighthouse", "cut_lighthouse"),
-        ("every batch once", "no state given up"),
-    ),
-    Mutation(
-        "a rank leaves when it was told to, not when all ranks of its group were",
-        _one(
-            "engine.drain",
-            '            elif self._store.check([f"{self._key}/vote/{self._votes}"]):',
-            "            elif self._requested:",
-        ),
-        ("engine.drain",),
-        ("ranks never part", "no state given up", "liveness"),
-    ),
-    Mutation(
-        "what a rank tells its group is sent before the vote, not there",
-        _one("membership.group_store", "    store.check([key])", "    pass"),
-        ("engine.drain",),
-        ("ranks never part", "no state given up", "liveness"),
-        first=4050,
-    ),
-    Mutation(
-        "a joiner begins with the fetched state before all ranks of its group have it",
-        _one(
-            "engine.heal",
-            "fetched = Fetched(min(self._group.gather(attempt.fetched())))",
-            "fetched = attempt.fetched()",
-        ),
-        ("kill", "donor"),
-        ("ranks never part", "one trajectory", "no state given up"),
-    ),
-    Mutation(
-        "each rank lists the folder of checkpoints by itself",
-        (
-            Change(
-                "training.checkpoint_choice",
-                "if rank == 0 else Choice(NO_STEP)",
-                "if True else Choice(NO_STEP)",
-            ),
-            Change(
-                "training.checkpoint_choice",
-                "step = gather(choice.step)[0]",
-                "step = gather(choice.step)[rank]",
-            ),
-        ),
-        ("checkpoint",),
-        ("ranks never part", "no state given up", "liveness"),
-    ),
-    Mutation(
-        "a group that is outside of the largest clique does not leave when it is told to",
-        _one("membership.partition", "            if self._store.check([leave_key]):", "            if False:"),
-        ("cut", "drain"),
-        ("no work lost",),
-    ),
-    Mutation(
-        "each rank leaves its gradients out, or not, for itself",
-        _one(
-            "engine.round",
-            "spoiled=any(self._group.gather(int(self._exchange.spoiled)))",
-            "spoiled=any([self._group.gather(int(self._exchange.spoiled)), self._exchange.spoiled][1:])",
-        ),
-        ("nan",),
-        ("ranks never part",),
-    ),
-    Mutation(
-        "rank 0 decides by what it has found itself",
-        _one("membership.agreement", "decide(set(found).union(*said))", "decide(set(found))"),
-        ("kill", "lossy"),
-        ("ranks never part", "one trajectory", "exact average", "liveness", "no state given up"),
-    ),
-    Mutation(
-        "each rank goes by its own vote",
-        _one("membership.membership", '        return answer == "yes"\n', "        return ok\n"),
-        ("kill", "lossy"),
-        ("ranks never part",),
-    ),
-    Mutation(
-        "a rank that loses its connection to the group's store ends",
-        _one("membership.agreement", "                self._store = self._connect()\n", "                raise\n"),
-        ("reset_own",),
-        ("no state given up",),
-    ),
-    Mutation(
-        "a corrupt minority ends all groups",
-        _one(
-            "protocol.decision",
-            "    if outcome.verdict.tie:\n",
-            "    if outcome.verdict.tie or outcome.verdict.corrupt:\n",
-        ),
-        ("flip",),
-        ("no state given up",),
-    ),
-    Mutation(
-        "the newest group says which shape is right",
-        _one("protocol.member", "first = min(groups, key=", "first = max(groups, key="),
-        ("protocol.shape",),
-        ("no state given up",),
-    ),
-    Mutation(
-        "a job begins with all of its groups only",
-        _one(
-            "protocol.decision",
-            "    if present < config.min_replica_size and not begun:\n        return GiveUp(",
-            "    if present < config.group_size:\n        return GiveUp(",
-        ),
-        ("late",),
-        ("no state given up",),
-    ),
-    Mutation(
-        "a count of givers that has broken is believed",
-        _one("gradients.exchange", "(counted,) = self._read(gathered)", "counted = (self._await_works(), gathered)[1]"),
-        ("kill", "freeze", "cut"),
-        ("no idle traffic",),
-    ),
-    Mutation(
-        "rounds without gradients send them nevertheless",
-        _one("gradients.exchange", "if bucket.fragment not in self.travelling:", "if False:"),
-        ("none",),
-        ("no idle traffic",),
-    ),
-    Mutation(
-        "a group of another shape is admitted",
-        (
-            Change(
-                "protocol.member",
-                "    return member.job, member.config, member.shape\n",
-                "    return member.job, member.config, ''\n",
-            ),
-            Change("protocol.member", "    return shape_differences(", "    return [] and shape_differences("),
-        ),
-        ("protocol.shape",),
-        ("one trajectory",),
-    ),
-    Mutation(
-        "another host of a group than the first is not watched",
-        _one("membership.rank_watch", "if seconds[rank] > self._patience]", "if False]"),
-        ("freeze", "cut_ranks"),
-        ("liveness",),
-    ),
-    Mutation(
-        "a process that hangs ends without a word",
-        _one("engine.watchdog", "self._explain, self._on_hang)", "self._explain)"),
-        ("hang",),
-        ("nothing silent",),
-    ),
-    Mutation(
-        "the others wait for a joiner's transfer",
-        _one("engine.heal", 'awaited=config.catch_up == "wait")', "awaited=True)"),
-        ("rejoin",),
-        ("no stall for a joiner",),
-    ),
-    Mutation(
-        "a joiner replays all that it has queued at once",
-        _one(
-            "engine.heal",
-            "if number >= 2 and (late := max(self._group.gather(self._note_lateness(until)))):",
-            "if late := 0:",
-        ),
-        ("last",),
-        ("no stall for a joiner",),
-    ),
-    Mutation(
-        "a report names only who has accused this group since the one before",
-        _one(
-            "membership.partition",
-            "lost.extend(member for member in self._members if member.has_reported(own))",
-            "lost.extend(self._accusers)",
-        ),
-        ("fork",),
-        ("liveness",),
-    ),
-    Mutation(
-        "nobody looks at the base of the first update that is queued",
-        _one(
-            "engine.catch_up",
-            "if base != (self.updates[place - 1].lineage if place else self.lineage):",
-            "if place and base != self.updates[place - 1].lineage:",
-        ),
-        ("fork",),
-        ("one trajectory",),
-    ),
-    Mutation(
-        "a checkpoint that was withdrawn counts as saved",
-        (
-            Change("protocol.position", "            self.saved = min(self.saved, self.agreed)\n", ""),
-            Change(
-                "protocol.position",
-                "self.saved, self.saved_corrupt = min(self.saved, self.agreed), False",
-                "self.saved_corrupt = False",
-            ),
-        ),
-        ("save",),
-        ("no work lost",),
-    ),
-    Mutation(
-        "the state that came is not compared with the digest that was agreed on",
-        _one(
-            "engine.heal",
-            "        if attempt.digest is None or self._position.digest == attempt.digest:",
-            "        if True:",
-        ),
-        ("flip", "kill"),
-        ("one trajectory",),
-    ),
-    Mutation(
-        "nobody meets the others right behind a round's update",
-        _one("engine.step", "        for _ in range(_MAX_OPENINGS):", "        for _ in ():"),
-        ("joiner",),
-        ("no stall for a joiner", "no work lost", "liveness"),
-        mode="semi",
-    ),
-    Mutation(
-        "a joiner lets the others wait until it has trained a whole round",
-        _one("engine.round", "(Sign.AWAITED, self.awaited), ", ""),
-        ("alone",),
-        ("no stall for a joiner", "liveness"),
-        mode="semi",
-    ),
-    Mutation(
-        "a joiner sits in the next round although its state is there long before",
-        _one("engine.heal", "attempt is not None and meets_later and not self.ended_on_update:", "False:"),
-        ("joiner",),
-        ("no stall for a joiner",),
-        mode="semi",
-    ),
-    Mutation(
-        "groups in the midst of a round are not waited for when the lighthouse was started again",
-        _one(
-            "membership.membership",
-            '        return self._agreement.rank0_decides((), decide) == "live"',
-            "        return False",
-        ),
-        ("lighthouse", "leave", "alone"),
-        ("no work lost",),
-        mode="semi",
-    ),
-    Mutation(
-        "the bytes that a round's changes are measured from are not compared behind its steps",
-        _one(
-            "engine.round",
-            "        return bool(config.semi_sync_method and config.digest_every and at_end)",
-            "        return False",
-        ),
-        ("flip",),
-        ("one trajectory",),
-        mode="semi",
-    ),
-    Mutation(
-        "moments of its own are in a group's digest",
-        _one("engine.outer", "        return [self._outer.optimizer]", "        return self._optimizers"),
-        ("none",),
-        ("one trajectory", "no state given up"),
-        mode="semi",
-    ),
-    Mutation(
-        "a group's change is not weighted by its tokens",
-        _one("engine.outer", "out=change).mul_(weights[fragment])", "out=change).mul_(1 / 3)"),
-        ("none",),
-        ("exact average",),
-        mode="semi",
-    ),
-    Mutation(
-        "a fragment's mean is by the number of groups",
-        _one("gradients.bucket", "0.0 if shard is None else weight", "float(shard is not None)"),
-        ("none",),
-        ("exact average",),
-        mode="semi",
-    ),
-    Mutation(
-        "fragments that are not exchanged are updated by what their buckets hold",
-        _one(
-            "gradients.exchange",
-            "if flat is None or weights is None:",
-            "weights = weights or [1.0] * len(bucket.parts)\n            if flat is None:",
-        ),
-        ("none",),
-        ("exact average",),
-        mode="semi",
-    ),
-    Mutation(
-        "a group goes on with the anchors of all fragments",
-        _one(
-            "engine.outer",
-            "            if anchor.grad is not None:\n                weights = ",
-            "            if True:\n                weights = ",
-        ),
-        ("none",),
-        ("one trajectory",),
-        mode="semi",
-    ),
-    Mutation(
-        "a group whose change was not finite goes on with its moments",
-        _one(
-            "tests.simulation.semi_sync",
-            "        if self.position.exclusions:\n",
-            "        if False:\n",
-        ),
-        ("nan",),
-        ("no state given up",),
-        mode="semi",
-    ),
-    Mutation(
-        "what others send in bfloat16 is not heard",
-        _one(
-            "gradients.exchange",
-            "bucket.values.copy_(parts.view(-1)[: bucket.values.numel()])",
-            "bucket.values.mul_(num_members)",
-        ),
-        ("none",),
-        ("exact average", "one trajectory"),
-    ),
-    Mutation(
-        "each adds up the changes in 8 bits in an order of its own",
-        _one(
-            "gradients.exchange",
-            "add_up(self._all_gather(payload), num_exact, bucket.flat)",
-            "add_up(self._all_gather(payload).roll(-self._quorum.rank, 0), num_exact, bucket.flat)",
-        ),
-        ("none",),
-        ("one trajectory",),
-        mode="semi",
-    ),
-    Mutation(
-        "what rounding has left of a change is given several times",
-        _one("gradients.quantize", "            values += self._kept", "            values += self._kept.mul_(4)"),
-        ("none",),
-        ("exact average",),
-        mode="semi",
-    ),
-    Mutation(
-        "an entry has the loader's state before its batches",
-        _one(
-            "engine.feed",
-            "            batches = [next(self._batches) for _ in range(num_batches)]\n"
-            "            entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))",
-            "            entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))\n"
-            "            batches = [next(self._batches) for _ in range(num_batches)]",
-        ),
-        ("kill", "many"),
-        ("every batch once",),
-    ),
-    Mutation(
-        "a group that opens its data elsewhere says that they go on",
-        _one("engine.feed", "exact = reading.first == expected", "exact = True"),
-        ("kill", "many"),
-        ("nothing silent",),
-    ),
-    Mutation(
-        "a group that has loaded a checkpoint counts as one that keeps the state",
-        _one(
-            "protocol.position",
-            "tuple(rows[rank].slot for rank in verdict.holders if rows[rank].training)",
-            "tuple(made.slots(verdict.holders))",
-        ),
-        ("preempt",),
-        ("no work lost",),
-    ),
-]
+def mutation(
+    kinds: tuple[str, ...], promises: tuple[str, ...], first: int = 0, mode: str = "sync"
+) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Enter a function that applies a defect into `MUTATIONS`."""
+
+    def enter(apply: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        text = (apply.__doc__ or "").strip().removesuffix(".")
+        MUTATIONS.append(Mutation(apply.__name__, text, apply, kinds, promises, first, mode))
+        return apply
+
+    return enter
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports changed modules from their changed source."""
-
-    def __init__(self, changes: Sequence[Change]) -> None:
-        self._changes = changes
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return how to import a changed module."""
-        if not any(name == change.name for change in self._changes):
-            return None
-        found = importlib.machinery.PathFinder.find_spec(name, path)
-        assert found is not None
-        return importlib.util.spec_from_file_location(
-            name, found.origin, loader=_Loader(name, str(found.origin), self._changes)
-        )
+# Tools
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, path: str, changes: Sequence[Change]) -> None:
-        super().__init__(name, path)
-        self._changes = [change for change in changes if name == change.name]
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Return the code of the changed source; nothing is kept."""
-        text = changed(self.get_data(self.path).decode(), self._changes)
-        return self.source_to_code(text.encode(), self.path)
+FAILURES: list[Exception] = []
+"""Errors of the mutations themselves: a name that is gone, or another signature. They would pass for the defect."""
 
 
-def changed(source: str, changes: Sequence[Change]) -> str:
-    """Return a source with changes made.
+def around(patch: Patch, owner: ModuleType | type, name: str, act: Callable[..., Any]) -> None:
+    """Let `act` run in the place of a function, method or property. `act` gets the former one as its first argument.
 
-    Raises:
-        ValueError: what a change is about is not there exactly once: the engine has moved on.
+    A module's function is replaced under each name by which another module has imported it.
     """
-    for change in changes:
-        if source.count(change.old) != 1:
-            raise ValueError(
-                f"tests/simulation/mutations.py: {change.module}.py must have this exactly once, has it "
-                f"{source.count(change.old)} times; write the mutation anew: {change.old}"
-            )
-        source = source.replace(change.old, change.new)
-    return source
+    former = vars(owner)[name]
+    call = former.fget if isinstance(former, property) else former
+
+    @wraps(call)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return act(call, *args, **kwargs)
+        except Exception as error:
+            if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:
+                FAILURES.append(error)
+            raise
+
+    if isinstance(owner, type):
+        patch.setattr(owner, name, property(instead) if isinstance(former, property) else instead)
+        return
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(("titan_ft.", "tests.simulation.")):
+            for attribute, value in list(vars(module).items()):
+                if value is former:
+                    patch.setattr(module, attribute, instead)
+
+
+def substitute(patch: Patch, owner: ModuleType | type, name: str, act: Callable[..., Any]) -> None:
+    """Let `act` run in the place of a function, method or property, without the former one."""
+    around(patch, owner, name, lambda former, *args, **kwargs: act(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def lent(owner: object, **values: Any) -> Iterator[None]:
+    """Give an object other attributes for as long as the context lasts.
+
+    Of one object only: other ranks, which run in between, keep theirs.
+    """
+    former = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name in values:
+        assert hasattr(owner, name), f"{type(owner).__name__} has no {name}"
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(former)
+
+
+def with_verdict(made: decision.Round, **values: Any) -> decision.Round:
+    """Return a round with another verdict."""
+    return replace(made, verdict=replace(made.verdict, **values))
+
+
+# The engine
+
+
+@mutation(kinds=("freeze",), promises=("liveness",))
+def thawed_group_waits_for_successors(patch: Patch) -> None:
+    """A group that thaws does not notice that the others have left its exchange."""
+    substitute(patch, pulse, "find_successors", lambda own, others, quorum: [])
+
+
+@mutation(kinds=("absent",), promises=("ranks never part",), first=160)
+def start_by_own_clock(patch: Patch) -> None:
+    """Each rank measures the wait for the first step by its own clock."""
+
+    def start(former: Callable[..., bool], self: Any, begin_at: int) -> bool:
+        own = copy.copy(self._group)
+        own.clock = lambda: group.time.monotonic()
+        with lent(self, _group=own):
+            return former(self, begin_at)
+
+    around(patch, step.ReplicaDimension, "start", start)
+
+
+@mutation(kinds=("long",), promises=("no state given up",))
+def start_beside_living_group(patch: Patch) -> None:
+    """A job begins anew although a group in the midst of a long step lives."""
+
+    def start(former: Callable[..., bool], self: Any, begin_at: int) -> bool:
+        with lent(self, _look_for_outsiders=lambda made: False):
+            return former(self, begin_at)
+
+    around(patch, step.ReplicaDimension, "start", start)
+
+
+@mutation(kinds=("flip", "groups_die"), promises=("counters",), first=740)
+def any_state_is_final(patch: Patch) -> None:
+    """A group that heals after the last step takes any state for the final one."""
+
+    def finish(former: Callable[..., str | None], self: Any) -> str | None:
+        while (digest := former(self)) is None:
+            self.heal()
+        return digest
+
+    around(patch, step.ReplicaDimension, "finish", finish)
+
+
+@mutation(kinds=("cut",), promises=("no state given up", "liveness"))
+def dead_links_not_reported(patch: Patch) -> None:
+    """No group reports that it cannot reach another one."""
+    substitute(patch, partition.Partition, "must_report", lambda self, failures: False)
+
+
+@mutation(kinds=("flip", "kill"), promises=("one trajectory", "no state given up"))
+def donor_shows_no_digest(patch: Patch) -> None:
+    """A donor does not show the digest of its bytes, and the joiner does not miss it."""
+
+    def judge(former: Callable[..., decision.Verdict], *args: Any) -> decision.Verdict:
+        verdict = former(*args)
+        return replace(verdict, donors=decision._send_to_donors(args[0], verdict.free), verified=bool(verdict.holders))
+
+    def load(former: Callable[..., bool], self: Any, attempt: catch_up.CatchUp) -> bool:
+        with lent(attempt, digest=attempt.digest or None):
+            return former(self, attempt)
+
+    def confirm(former: Callable[..., None], self: Any, attempt: catch_up.CatchUp, made: decision.Round) -> None:
+        shown = made.verdict.digest or (self._position.digest if attempt.loaded else 0)
+        former(self, attempt, with_verdict(made, digest=shown))
+
+    substitute(patch, rounds.Rounds, "_digest_for_joiners", lambda self, quorum: None)
+    around(patch, decision, "judge", judge)
+    around(patch, heal.Heal, "_load", load)
+    around(patch, heal.Heal, "_confirm", confirm)
+
+
+@mutation(kinds=("last",), promises=("no state given up",))
+def queue_not_claimed(patch: Patch) -> None:
+    """A joiner rolls back before it has replayed the updates in its queue."""
+    substitute(patch, Position, "claim", lambda self: 0 if self.corrupt else self.step)
+
+
+@mutation(kinds=("tail",), promises=("no work lost",))
+def one_ahead_makes_all_heal(patch: Patch) -> None:
+    """One group ahead makes all others heal."""
+
+    def find_step(rows: Sequence[Any], claims: Sequence[int]) -> int:
+        return max(rows[rank].step for rank in claims or range(len(rows)))
+
+    substitute(patch, decision, "_find_step", find_step)
+    substitute(patch, rounds.Rounds, "_is_outdated", lambda self, quorum: quorum.max_step > self._position.step)
+
+
+@mutation(kinds=("lost",), promises=("liveness",))
+def reader_of_nothing_not_present(patch: Patch) -> None:
+    """A group that has read nothing does not count as one that holds the state."""
+
+    def find_wait(former: Callable[..., Any], made: decision.Round, config: Any) -> Any:
+        givers = sorted({*made.verdict.contributors, *made.verdict.excluded})
+        return former(with_verdict(made, ready=tuple(givers)), config)
+
+    around(patch, decision, "_find_wait", find_wait)
+
+
+@mutation(kinds=("kill", "drain", "freeze"), promises=("no state given up", "one trajectory", "liveness"))
+def update_keeps_digest(patch: Patch) -> None:
+    """A group keeps the digest of the state before an update."""
+
+    def advance(former: Callable[..., None], self: Position, update: decision.Update) -> None:
+        digest = self.digest
+        former(self, update)
+        self.digest = digest
+
+    around(patch, Position, "advance", advance)
+
+
+@mutation(kinds=("kill", "tail", "freeze"), promises=("no state given up",), first=400)
+def load_keeps_digest(patch: Patch) -> None:
+    """A heal without a replayed update keeps the digest of the joiner's former state."""
+
+    def load(former: Callable[..., bool], self: Any, attempt: catch_up.CatchUp) -> bool:
+        digest = self._position.digest
+        with lent(attempt, digest=None), lent(self._rounds, take_digest=lambda: ""):
+            is_loaded = former(self, attempt)
+        self._position.digest = digest
+        return is_loaded
+
+    around(patch, heal.Heal, "_load", load)
+
+
+@mutation(kinds=("freeze", "cut_lighthouse"), promises=("exact average",))
+def stale_gradient_is_added(patch: Patch) -> None:
+    """A group that is behind adds its stale gradient."""
+
+    def arm(former: Callable[..., None], self: Any, contributes: Any) -> None:
+        former(self, lambda quorum: True)
+
+    def exchange_once(
+        former: Callable[..., Any], self: Any, gives: bool, contribution: rounds.Contribution, use: rounds.GradientUse
+    ) -> Any:
+        return former(self, use.gives and not contribution.empty, contribution, use)
+
+    def describe(
+        former: Callable[..., Any], self: Any, quorum: Any, contribution: rounds.Contribution, use: rounds.GradientUse
+    ) -> Any:
+        claims = self._position.standing.has_state and not self._is_outdated(quorum)
+        return former(self, quorum, contribution if claims else rounds.NOTHING, use)
+
+    around(patch, exchange.GradientExchange, "arm", arm)
+    around(patch, rounds.Rounds, "_exchange_once", exchange_once)
+    around(patch, rounds.Rounds, "_describe", describe)
+
+
+@mutation(kinds=("flip", "freeze", "tail"), promises=("exact average", "one trajectory", "no work lost"))
+def strays_gradient_enters(patch: Patch) -> None:
+    """A stray's gradient enters the update."""
+
+    def train(former: Callable[..., Any], own: Position, made: decision.Round, config: Any) -> Any:
+        return former(own, with_verdict(made, strays=()), config)
+
+    def is_update(former: Callable[..., bool], made: decision.Round, config: Any) -> bool:
+        return former(with_verdict(made, strays=()), config)
+
+    around(patch, decision, "_train", train)
+    around(patch, decision, "is_update", is_update)
+
+
+@mutation(kinds=("nan",), promises=("exact average", "one trajectory"))
+def nan_in_last_bucket_only(patch: Patch) -> None:
+    """The exchange looks for a NaN in the last bucket only."""
+
+    def make(former: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        former(self, *args, **kwargs)
+        for bucket in self._buckets[:-1]:
+            bucket.add_up = bucket.total.zero_
+
+    around(patch, exchange.GradientExchange, "__init__", make)
+
+
+@mutation(kinds=("kill",), promises=("exact average", "one trajectory", "no state given up"))
+def nccl_not_asked(patch: Patch) -> None:
+    """The exchange ignores an error that NCCL reports only when it is asked."""
+    substitute(patch, exchange._Flight, "_raise_errored", lambda self: None)
+
+
+@mutation(kinds=("none",), promises=("exact average",))
+def sums_are_no_mean(patch: Patch) -> None:
+    """The sums are not made a mean."""
+
+    def update(former: Callable[..., decision.Update], self: decision.Round, *args: Any) -> decision.Update:
+        return replace(former(self, *args), scale=1.0)
+
+    around(patch, decision.Round, "update", update)
+
+
+@mutation(
+    kinds=("many", "groups_die", "lighthouse", "cut_lighthouse"), promises=("every batch once", "no state given up")
+)
+def doubled_data_is_taken(patch: Patch) -> None:
+    """Two groups that have read the same data both enter the update."""
+    substitute(patch, decision, "_find_doubled", lambda holders, read: ())
+
+
+@mutation(kinds=("drain",), promises=("ranks never part", "no state given up", "liveness"))
+def rank_leaves_on_its_own(patch: Patch) -> None:
+    """A rank leaves when it was asked to, and not when all ranks of its group were."""
+
+    def after_vote(former: Callable[..., bool], self: Any) -> bool:
+        if self._store is None:
+            return bool(former(self))
+        self._agreed = self._agreed or self._requested
+        return bool(self._agreed)
+
+    around(patch, drain.Drain, "after_vote", after_vote)
+
+
+@mutation(kinds=("drain",), promises=("ranks never part", "no state given up", "liveness"), first=4050)
+def key_may_arrive_late(patch: Patch) -> None:
+    """A rank votes when its word to the group is sent, and not when it has arrived."""
+    substitute(patch, group_store, "set_for_all", lambda store, key: store.set(key, "1"))
+
+
+@mutation(kinds=("kill", "donor"), promises=("ranks never part", "one trajectory", "no state given up"))
+def joiner_begins_rank_by_rank(patch: Patch) -> None:
+    """A joiner begins with the fetched state before all ranks of its group have it."""
+
+    def gather(former: Callable[..., list[int]], self: group.Group, value: int) -> list[int]:
+        return [value] if isinstance(value, catch_up.Fetched) else former(self, value)
+
+    around(patch, group.Group, "gather", gather)
+
+
+@mutation(kinds=("checkpoint",), promises=("ranks never part", "no state given up", "liveness"))
+def each_rank_chooses_checkpoint(patch: Patch) -> None:
+    """Each rank lists the folder of checkpoints by itself."""
+
+    def agree(former: Callable[..., Any], request: Any, rank: int, gather: Callable[[int], list[int]]) -> Any:
+        def own_first(value: int) -> list[int]:
+            values = gather(value)
+            return values[rank:] + values[:rank]
+
+        return former(request, 0, own_first)
+
+    around(patch, checkpoint_choice, "agree_on_step", agree)
+
+
+@mutation(kinds=("cut", "drain"), promises=("no work lost",))
+def outsider_does_not_leave(patch: Patch) -> None:
+    """A group that is outside of the largest clique does not leave when it was asked to."""
+
+    def look(former: Callable[..., list[str]], self: Any, lost: Any) -> list[str]:
+        with lent(self, _leave_requested=lambda: False):
+            return former(self, lost)
+
+    around(patch, partition.Partition, "_look_outside", look)
+
+
+@mutation(kinds=("nan",), promises=("ranks never part",))
+def each_rank_leaves_gradients_out(patch: Patch) -> None:
+    """Each rank leaves its gradients out, or not, for itself."""
+
+    def break_(former: Callable[..., decision.Broken], self: Any, *args: Any) -> decision.Broken:
+        return replace(former(self, *args), spoiled=self._exchange.spoiled)
+
+    around(patch, rounds.Rounds, "_break", break_)
+
+
+@mutation(
+    kinds=("kill", "lossy"),
+    promises=("ranks never part", "one trajectory", "exact average", "liveness", "no state given up"),
+)
+def rank0_asks_nobody(patch: Patch) -> None:
+    """Rank 0 decides by its own findings alone."""
+
+    def decides(former: Callable[..., str], self: Any, found: Any, decide: Any, *args: Any) -> str:
+        return former(self, found, lambda said: decide(set(found)), *args)
+
+    around(patch, Agreement, "rank0_decides", decides)
+
+
+@mutation(kinds=("kill", "lossy"), promises=("ranks never part",))
+def own_vote_counts(patch: Patch) -> None:
+    """Each rank goes by its own vote."""
+
+    def agree(former: Callable[..., bool], self: Any, at: int, ok: bool) -> bool:
+        former(self, at, ok)
+        return ok
+
+    around(patch, membership.Membership, "_agree_on", agree)
+
+
+@mutation(kinds=("reset_own",), promises=("no state given up",))
+def store_not_connected_again(patch: Patch) -> None:
+    """A rank that loses its connection to the group's store ends."""
+    substitute(patch, Agreement, "_keep_trying", lambda self, act: act(self._store))
+
+
+@mutation(kinds=("flip",), promises=("no state given up",))
+def corrupt_minority_ends_all(patch: Patch) -> None:
+    """A corrupt minority ends all groups."""
+
+    def decide(former: Callable[..., Any], own: Position, outcome: Any, config: Any) -> Any:
+        if isinstance(outcome, decision.Round) and outcome.verdict.corrupt:
+            outcome = with_verdict(outcome, tie=True)
+        return former(own, outcome, config)
+
+    around(patch, decision, "_decide", decide)
+
+
+@mutation(kinds=("shape",), promises=("no state given up",))
+def newest_group_is_right(patch: Patch) -> None:
+    """The newest group decides which shape is right."""
+
+    def admit(former: Callable[..., Any], own: member.Member, replica_ids: Any) -> Any:
+        groups = member.known_members(replica_ids)
+        newest = max(groups, key=lambda one: one.age)
+        alike = [one for one in groups if member._kind(one) == member._kind(newest)]
+        member._check_kind(own, newest, alike)
+        return former(own, [one.replica_id for one in alike])
+
+    around(patch, member, "admit", admit)
+
+
+@mutation(kinds=("late",), promises=("no state given up",))
+def job_needs_all_groups(patch: Patch) -> None:
+    """A job begins with all of its groups only."""
+
+    def start(former: Callable[..., Any], *args: Any) -> Any:
+        found = former(*args)
+        is_incomplete = isinstance(found, decision.Begin) and found.missing
+        return decision.GiveUp(GaveUpError("groups are missing")) if is_incomplete else found
+
+    around(patch, decision, "_start", start)
+
+
+@mutation(kinds=("kill", "freeze", "cut"), promises=("no idle traffic",))
+def broken_count_is_believed(patch: Patch) -> None:
+    """The exchange believes a count of givers that has broken."""
+
+    def agree(former: Callable[..., Any], self: Any) -> Any:
+        with lent(self, _raise_errored=lambda: None):
+            return former(self)
+
+    around(patch, exchange._Flight, "_agree_on_fragments", agree)
+
+
+@mutation(kinds=("none",), promises=("no idle traffic",))
+def empty_rounds_send_gradients(patch: Patch) -> None:
+    """Rounds without gradients send the buckets nevertheless."""
+
+    def agree(former: Callable[..., Any], self: Any) -> Any:
+        former(self)
+        return frozenset(range(self._num_fragments))
+
+    around(patch, exchange._Flight, "_agree_on_fragments", agree)
+
+
+@mutation(kinds=("shape",), promises=("one trajectory",))
+def other_shape_is_admitted(patch: Patch) -> None:
+    """A group of another shape is admitted."""
+    substitute(patch, member, "_kind", lambda one: (one.job, one.config, ""))
+    substitute(patch, member, "_shape_differences", lambda own, other: [])
+
+
+@mutation(kinds=("freeze", "cut_ranks"), promises=("liveness",))
+def other_hosts_not_watched(patch: Patch) -> None:
+    """Of a group's hosts the first one only is watched."""
+    substitute(patch, rank_watch.RankWatch, "_report", lambda self, silent, seconds: False)
+
+
+@mutation(kinds=("hang",), promises=("nothing silent",))
+def hang_ends_silently(patch: Patch) -> None:
+    """A process that hangs ends without an event."""
+
+    def make(former: Callable[..., None], self: Any, seconds: float, on_hang: Any) -> None:
+        former(self, seconds, lambda: None)
+
+    around(patch, watchdog.Watchdog, "__init__", make)
+
+
+@mutation(kinds=("rejoin",), promises=("no stall for a joiner",))
+def transfer_is_awaited(patch: Patch) -> None:
+    """The others wait for a joiner's transfer."""
+
+    def fetch(former: Callable[..., None], self: Position, donor: int, at: int, awaited: bool) -> None:
+        former(self, donor, at, True)
+
+    around(patch, Position, "fetch", fetch)
+
+
+@mutation(kinds=("last",), promises=("no stall for a joiner",))
+def queue_is_replayed_at_once(patch: Patch) -> None:
+    """A joiner replays its whole queue at once."""
+    substitute(patch, heal.Heal, "_note_lateness", lambda self, until: 0)
+
+
+@mutation(kinds=("fork",), promises=("liveness",))
+def report_forgets_older_accusers(patch: Patch) -> None:
+    """A report names only the groups that have accused this group since the report before."""
+
+    def report(former: Callable[..., str], self: Any, *args: Any) -> str:
+        with lent(self, _members=self._accusers):
+            return former(self, *args)
+
+    around(patch, partition.Partition, "_report", report)
+
+
+@mutation(kinds=("fork",), promises=("one trajectory",))
+def base_of_queue_not_compared(patch: Patch) -> None:
+    """A joiner does not compare the base of the first update in its queue."""
+
+    def queue(former: Callable[..., bool], self: catch_up.CatchUp, update: decision.Update, base: int) -> bool:
+        is_first = update.step == self.from_step + 1
+        return former(self, update, self.lineage if is_first else base)
+
+    around(patch, catch_up.CatchUp, "queue", queue)
+
+
+@mutation(kinds=("save",), promises=("no work lost",))
+def withdrawn_checkpoint_counts(patch: Patch) -> None:
+    """A checkpoint that was withdrawn counts as saved."""
+
+    def observe(former: Callable[..., None], self: Position, made: decision.Round) -> None:
+        saved = max(self.saved, *(row.saved for row in made.rows))
+        former(self, made)
+        if made.verdict.corrupt:
+            self.saved = saved
+            self._drop_saves_ahead(made)
+
+    def withdraw(former: Callable[..., None], self: Position) -> None:
+        saved = self.saved
+        former(self)
+        self.saved = saved
+
+    around(patch, Position, "observe", observe)
+    around(patch, Position, "withdraw_saved", withdraw)
+
+
+@mutation(kinds=("flip", "kill"), promises=("one trajectory",))
+def fetched_bytes_not_compared(patch: Patch) -> None:
+    """A joiner does not compare the fetched bytes with the digest that the holders agreed on."""
+
+    def load(former: Callable[..., bool], self: Any, attempt: catch_up.CatchUp) -> bool:
+        with lent(attempt, digest=None):
+            return former(self, attempt)
+
+    around(patch, heal.Heal, "_load", load)
+
+
+@mutation(kinds=("preempt",), promises=("no work lost",))
+def loaded_checkpoint_keeps_state(patch: Patch) -> None:
+    """A group that has loaded a checkpoint counts as one that keeps the state."""
+
+    def observe(former: Callable[..., None], self: Position, made: decision.Round) -> None:
+        former(self, made)
+        self.keepers = tuple(made.slots(made.verdict.holders))
+
+    around(patch, Position, "observe", observe)
+
+
+@mutation(kinds=("none",), promises=("exact average", "one trajectory"))
+def others_halves_ignored(patch: Patch) -> None:
+    """A group ignores the bfloat16 values of the others."""
+
+    def add_up(former: Callable[..., None], self: Any, bucket: Bucket) -> None:
+        own = bucket.values.clone()
+        former(self, bucket)
+        if bucket.halves:
+            bucket.values.copy_(own.mul_(len(self._quorum.members)))
+
+    around(patch, exchange._Flight, "_sum", add_up)
+
+
+@mutation(kinds=("kill", "many"), promises=("every batch once",))
+def entry_has_earlier_state(patch: Patch) -> None:
+    """An entry has the loader's state before its batches."""
+
+    def read_on(former: Callable[..., None], self: Any, num_batches: int) -> None:
+        state = feed.save_loader(self.loader)
+        former(self, num_batches)
+        self._readings[-1].entry = replace(self._readings[-1].entry, state=state)
+
+    around(patch, feed._Reader, "_read_on", read_on)
+
+
+@mutation(kinds=("kill", "many"), promises=("nothing silent",))
+def data_claims_to_go_on(patch: Patch) -> None:
+    """A group that opens its data at another batch reports that the data goes on."""
+
+    def make(former: Callable[..., None], self: Any, *args: Any) -> None:
+        former(self, *args)
+        emit = self._emit
+
+        def emit_exact(event: DataOpened) -> None:
+            emit(event if event.exact is None else msgspec.structs.replace(event, exact=True))
+
+        self._emit = emit_exact
+
+    around(patch, feed.Feed, "__init__", make)
+
+
+# Semi-synchronous methods
+
+
+@mutation(kinds=("joiner",), promises=("no stall for a joiner", "no work lost", "liveness"), mode="semi")
+def no_opening_after_update(patch: Patch) -> None:
+    """No group meets the others right after a round's update."""
+    patch.setattr(step, "_MAX_OPENINGS", 0)
+
+
+@mutation(kinds=("alone",), promises=("no stall for a joiner", "liveness"), mode="semi")
+def joiner_ignores_waiting_groups(patch: Patch) -> None:
+    """A joiner lets the others wait until it has trained a whole round."""
+    around(patch, rounds.Rounds, "signs", lambda former, self: former(self) & ~rounds.Sign.AWAITED)
+
+
+@mutation(kinds=("joiner",), promises=("no stall for a joiner",), mode="semi")
+def joiner_sits_in_next_round(patch: Patch) -> None:
+    """A joiner sits in the next round although its state is there long before."""
+    substitute(patch, heal.Heal, "_fetch_aside", lambda self, attempt: None)
+
+
+@mutation(kinds=("lighthouse", "leave", "alone"), promises=("no work lost",), mode="semi")
+def groups_in_round_not_awaited(patch: Patch) -> None:
+    """After a restart of the lighthouse nobody waits for groups in the midst of a round."""
+    substitute(patch, membership.Membership, "_are_in_a_round", lambda self, missing, admission: False)
+
+
+@mutation(kinds=("flip",), promises=("one trajectory",), mode="semi")
+def anchors_not_compared(patch: Patch) -> None:
+    """The groups do not compare the bytes from which a round's changes are measured."""
+    substitute(patch, rounds.Rounds, "_compares_changes", lambda self, contribution: False)
+
+
+@mutation(kinds=("none",), promises=("one trajectory", "no state given up"), mode="semi")
+def inner_moments_in_digest(patch: Patch) -> None:
+    """A group's digest has the moments of its own optimizer in it."""
+    substitute(patch, outer.OuterState, "_agreed", lambda self: self._optimizers)
+
+
+@mutation(kinds=("none",), promises=("exact average",), mode="semi")
+def change_without_tokens(patch: Patch) -> None:
+    """A group's change is not weighted by its tokens."""
+
+    def take(former: Callable[..., None], self: outer.OuterModel, weights: dict[int, float]) -> None:
+        former(self, dict.fromkeys(weights, 1 / 3))
+
+    around(patch, outer.OuterModel, "take_changes", take)
+
+
+@mutation(kinds=("none",), promises=("exact average",), mode="semi")
+def mean_by_number_of_groups(patch: Patch) -> None:
+    """A fragment's mean is by the number of groups."""
+
+    def fill(former: Callable[..., bool], self: Bucket, indices: Any, weight: float) -> bool:
+        return former(self, indices, 1.0)
+
+    around(patch, Bucket, "fill", fill)
+
+
+@mutation(kinds=("none",), promises=("exact average",), mode="semi")
+def resting_fragments_are_updated(patch: Patch) -> None:
+    """Fragments that are not exchanged are updated by the former content of their buckets."""
+
+    def write(former: Callable[..., None], self: Any, kept: Any, scale: Any) -> None:
+        weights = [used or [1.0] * len(bucket.parts) for used, bucket in zip(self._used, self._buckets, strict=True)]
+        with lent(self, _used=weights):
+            former(self, kept, scale)
+
+    around(patch, exchange.GradientExchange, "write_gradients", write)
+
+
+@mutation(kinds=("none",), promises=("one trajectory",), mode="semi")
+def model_takes_all_anchors(patch: Patch) -> None:
+    """A group goes on with the anchors of all fragments."""
+
+    def make_step(former: Callable[..., float], self: outer.OuterModel, alpha: float = 0.0) -> float:
+        squares = former(self, alpha)
+        with torch.no_grad():
+            for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True):
+                if anchor.grad is None:
+                    local_shard(parameter).copy_(torch.lerp(anchor, local_shard(parameter), alpha))
+        return squares
+
+    around(patch, outer.OuterModel, "step", make_step)
+
+
+@mutation(kinds=("nan",), promises=("no state given up",), mode="semi")
+def excluded_group_keeps_moments(patch: Patch) -> None:
+    """A group whose change was not finite goes on with its moments."""
+
+    def go_on(self: semi_sync.RoundRank) -> None:
+        self._read.clear()
+        if not self._is_over:
+            self._open()
+
+    substitute(patch, semi_sync.RoundRank, "_go_on", go_on)
+
+
+@mutation(kinds=("none",), promises=("one trajectory",), mode="semi")
+def own_order_of_8_bit_sums(patch: Patch) -> None:
+    """Each group adds up the changes in 8 bits in an order of its own."""
+
+    def add_up(former: Callable[..., None], self: Any, bucket: Bucket) -> None:
+        if bucket.residual is None:
+            former(self, bucket)
+            return
+        gather = self._all_gather
+        with lent(self, _all_gather=lambda own: gather(own).roll(-self._quorum.rank, 0)):
+            former(self, bucket)
+
+    around(patch, exchange._Flight, "_sum", add_up)
+
+
+@mutation(kinds=("none",), promises=("exact average",), mode="semi")
+def residual_is_given_again(patch: Patch) -> None:
+    """A group gives several times over what rounding has left of a change."""
+
+    def add_to(former: Callable[..., None], self: quantize.Residual, values: torch.Tensor) -> None:
+        if self._kept is not None:
+            self._kept.mul_(4)
+        former(self, values)
+
+    around(patch, quantize.Residual, "add_to", add_to)
+
+
+# The exploration
 
 
 def find(mutation: Mutation, schedules: int = SCHEDULES) -> Found | str:
@@ -700,32 +791,26 @@ def find(mutation: Mutation, schedules: int = SCHEDULES) -> Found | str:
     process.start()
     send.close()
     try:
-        found = receive.recv()
+        found: Found | str = receive.recv()
     except EOFError:
         found = "the process ended without an answer"
     process.join()
-    return found if isinstance(found, str) else Found(*found)
+    return found
 
 
 def _find(mutation: Mutation, schedules: int, send: Connection) -> None:
-    from tests.simulation.standins import PACKAGES
-
-    anew = (*PACKAGES, "tests.simulation")
-    for name in [name for name in sys.modules if name.startswith(anew)]:
-        del sys.modules[name]
-    sys.meta_path.insert(0, _Finder(mutation.changes))
     try:
-        from tests.simulation import standins
-        from tests.simulation.schedule import draw
-
+        mutation.apply(Patch())
         with standins.installed():
             for number in range(schedules):
                 seed = mutation.first + number
-                for problem in draw(seed, mutation.kinds, mutation.mode).run().problems[:1]:
+                problems = draw(seed, mutation.kinds, mutation.mode).run().problems
+                if FAILURES:
+                    send.send(f"the mutation itself failed: {FAILURES[0]!r}")
+                    return
+                for problem in problems[:1]:
                     if problem.promise in mutation.promises:
-                        send.send(
-                            (seed, number + 1, problem.promise, problem.text)
-                        )  # plain: this module is another one
+                        send.send(Found(seed, number + 1, problem.promise, problem.text))
                         return
         send.send(f"nothing in {schedules} schedules")
     except Exception as error:  # noqa: BLE001  # a process's edge
@@ -749,9 +834,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from titan_ft import device
-
-    device.prepare()
-    import tests.simulation.standins  # noqa: F401  # torch and torchft are imported once, before the forks
-
     sys.exit(main(sys.argv[1:]))
