@@ -22,7 +22,7 @@ def test_a_trainer_without_chaos_loads_nothing_that_breaks_things() -> None:
     code = (
         "import sys, titan_ft.train\n"
         "import titan_ft.trainer\n"
-        "print(*(name for name in sys.modules if name.startswith('titan_ft.chaos')))\n"
+        "print(*(name for name in sys.modules if name.startswith(('titan_ft.chaos', 'titan_ft.faults'))))\n"
         "own = [module for name, module in sys.modules.items() if name.startswith('titan_ft')]\n"
         "print(*(module.__name__ for module in own if sys.modules['ctypes'] in vars(module).values()))"
     )
@@ -36,7 +36,7 @@ def test_a_launch_without_chaos_loads_nothing_that_breaks_things(tmp_path: Path)
         "from titan_ft.cli.main import main\n"
         "flags = ['--replicas', '2', '--ranks-per-replica', '1', '--run-dir', 'none']\n"
         f"assert main(['launch', '{tmp_path}/none.toml', *flags]) == 2\n"
-        "print(*(name for name in sys.modules if name.startswith('titan_ft.chaos')))"
+        "print(*(name for name in sys.modules if name.startswith(('titan_ft.chaos', 'titan_ft.faults'))))"
     )
     assert run(code) == ""
 

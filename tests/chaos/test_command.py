@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build, named, untyped
-from titan_ft.chaos.command import Follower, asked_plan, catalogue, run_chaos
-from titan_ft.chaos.faults import FAULTS
+from titan_ft.chaos.command import Follower, asked_plan, run_chaos
 from titan_ft.chaos.plan import Listed
 from titan_ft.config import ConfigError
+from titan_ft.faults.catalogue import FAULTS, describe
 from titan_ft.options import Chaos
 from titan_ft.run.log import encode, read_events
 from titan_ft.run.paths import RunPaths
@@ -310,12 +310,12 @@ def test_settings_are_numbers(job: Job) -> None:
     """What stands for a count stays whole."""
     (rule,) = asked_plan(Chaos(job.paths.root, "kill_groups", settings=("count=3",), seed=1)).rules
     assert isinstance(rule, Listed)
-    assert repr(dict(rule.entries[0].params)) == "{'count': 3}"
+    assert repr(rule.entries[0].fault.params) == "{'count': 3}"
 
 
 def test_catalogue_names_every_fault() -> None:
     """One line each."""
-    lines = catalogue().splitlines()
+    lines = describe().splitlines()
     assert [line.split()[0] for line in lines] == list(FAULTS)
     assert "seconds=10" in next(line for line in lines if line.startswith("stop_rank"))
     assert "(seconds=10, peer=random)" in next(line for line in lines if line.startswith("link_dead"))

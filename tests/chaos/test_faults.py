@@ -9,18 +9,11 @@ import sys
 
 import pytest
 
-from titan_ft.chaos.faults import (
-    AGENT,
-    CHECKPOINT,
-    FAULTS,
-    KEEPER,
-    LIGHTHOUSE,
-    MISSING,
-    check_target,
-    complete_params,
-    find_fault,
-)
 from titan_ft.config import ConfigError
+from titan_ft.faults.catalogue import FAULTS, find_fault, make_fault, read_category, read_outcome
+from titan_ft.faults.fault import Need
+from titan_ft.faults.inside import InWorker, SlowRank
+from titan_ft.faults.outside import KillGroups, Signal
 
 OUTSIDE = {
     "kill_rank",
@@ -52,28 +45,59 @@ INSIDE = {
 
 
 def test_the_catalogue_is_complete() -> None:
-    """Every fault that histories may name is there, under its own name, and says who carries it out."""
+    """Every fault that histories may name is there, under its own name, and either outside or inside of a worker."""
     assert set(FAULTS) == OUTSIDE | INSIDE
     assert all(name == fault.name for name, fault in FAULTS.items())
-    assert {name for name, fault in FAULTS.items() if fault.by == "agent"} == INSIDE
+    assert {name for name, fault in FAULTS.items() if issubclass(fault, Signal)} == OUTSIDE
+    assert {name for name, fault in FAULTS.items() if issubclass(fault, InWorker)} == INSIDE
 
 
 def test_needs_follow_from_who_acts() -> None:
-    """Agents carry out what happens inside; nothing from outside needs them; each need has words for its absence."""
+    """Agents carry out what happens inside; nothing from outside needs them."""
     for fault in FAULTS.values():
-        assert (AGENT in fault.needs) == (fault.by == "agent")
-        assert (LIGHTHOUSE in fault.needs) == (fault.scope == "lighthouse")
-        assert fault.needs <= MISSING.keys()
-    assert [fault.name for fault in FAULTS.values() if CHECKPOINT in fault.needs] == ["disk_full"]
-    assert [fault.name for fault in FAULTS.values() if KEEPER in fault.needs] == ["kill_agent"]
+        assert (Need.AGENT in fault.needs) == issubclass(fault, InWorker)
+        assert (Need.LIGHTHOUSE in fault.needs) == (fault.scope == "lighthouse")
+    assert [fault.name for fault in FAULTS.values() if Need.CHECKPOINT in fault.needs] == ["disk_full"]
+    assert [fault.name for fault in FAULTS.values() if Need.KEEPER in fault.needs] == ["kill_agent"]
 
 
 def test_help_is_one_line_and_defaults_keep_their_rules() -> None:
     """Each fault has a summary that fits a help text, and defaults that it would accept."""
-    for fault in FAULTS.values():
-        assert 0 < len(fault.summary) <= 90
-        assert "\n" not in fault.summary
-        assert complete_params(fault, fault.params) == fault.params
+    for name, fault in FAULTS.items():
+        assert 0 < len(fault.summary()) <= 90
+        made = make_fault(name, {})
+        assert make_fault(name, made.params) == made
+
+
+def test_what_lasts_is_undone() -> None:
+    """A fault has seconds exactly if its end is that it was undone."""
+    for name, fault in FAULTS.items():
+        assert (make_fault(name, {}).seconds_it_lasts > 0) == (fault.ends == "undone")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "names"),
+    [
+        (
+            "killed",
+            {
+                *("kill_rank", "kill_group", "kill_groups", "kill_agent", "kill_donor"),
+                *("segfault", "out_of_memory", "exception", "sigkill_group", "sigkill:forward"),
+            },
+        ),
+        ("left", {"term_group"}),
+        ("frozen", {"stop_rank", "stop_group"}),
+        ("hung", {"deadlock"}),
+        ("relaunched", {"kill_lighthouse"}),
+    ],
+)
+def test_outcomes(outcome: str, names: set[str]) -> None:
+    """A history is judged by them; scripts that kill have names of their own, and a name from elsewhere has none."""
+    known = {*FAULTS, "sigkill_group", "sigkill:forward", "flood"}
+    assert {name for name in known if read_outcome(name) == outcome} == names
+    assert read_outcome("flood") == ""
+    assert read_category("flood") is None
+    assert read_category("sigkill_group") == "process killed"
 
 
 @pytest.mark.parametrize(
@@ -94,21 +118,21 @@ def test_help_is_one_line_and_defaults_keep_their_rules() -> None:
 )
 def test_groups_that_must_be_up(name: str, required: int) -> None:
     """A fault needs one group more than it takes down, and a flipped bit a majority that tells it."""
-    assert FAULTS[name].required_up(FAULTS[name].params) == required
+    assert make_fault(name, {}).required_up == required
 
 
 def test_count_of_kill_groups_counts() -> None:
     """The more groups die at once, the more must be up before."""
-    assert FAULTS["kill_groups"].required_up({"count": 5}) == 6
-    assert FAULTS["kill_groups"].num_targets({"count": 5}) == 5
+    assert KillGroups(5).required_up == 6
+    assert KillGroups(5).num_targets == 5
 
 
 def test_params_are_completed() -> None:
     """What is given goes before the defaults, which stay as they are."""
-    slow = FAULTS["slow_rank"]
-    assert complete_params(slow, {"factor": 8}) == {"factor": 8, "seconds": slow.params["seconds"]}
-    assert complete_params(slow, {}) == slow.params
-    assert complete_params(slow, {}) is not slow.params
+    assert make_fault("slow_rank", {"factor": 8}) == SlowRank(factor=8, seconds=20)
+    assert make_fault("slow_rank", {}) == SlowRank()
+    assert make_fault("link_dead", {}).params == {"seconds": 10}
+    assert make_fault("link_dead", {"peer": 0}).params == {"seconds": 10, "peer": 0}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +166,7 @@ def test_params_are_completed() -> None:
 def test_wrong_params_are_refused(name: str, given: object, line: str) -> None:
     """An unknown parameter or a value out of range is refused in a line that says what would do."""
     with pytest.raises(ConfigError) as caught:
-        complete_params(FAULTS[name], given)
+        make_fault(name, given)
     assert str(caught.value) == line
 
 
@@ -169,16 +193,16 @@ def test_an_unknown_fault_is_refused() -> None:
 def test_wrong_targets_are_refused(name: str, replica: int | None, rank: int | None, line: str) -> None:
     """A target that the fault's scope does not have is refused."""
     with pytest.raises(ConfigError) as caught:
-        check_target(FAULTS[name], replica, rank, {}, "params")
+        make_fault(name, {}).check_target(replica, rank, "params")
     assert str(caught.value) == line
 
 
 def test_right_targets_are_accepted() -> None:
     """Nothing, a group, and a rank for faults that hit ranks, with or without its group."""
-    for fault in FAULTS.values():
-        check_target(fault, None, None, {}, "params")
+    for name in FAULTS:
+        make_fault(name, {}).check_target(None, None, "params")
     for name, replica, rank in (("kill_group", 1, None), ("kill_rank", 1, 3), ("kill_rank", None, 3)):
-        check_target(FAULTS[name], replica, rank, {}, "params")
+        make_fault(name, {}).check_target(replica, rank, "params")
 
 
 def test_nothing_slow_is_imported() -> None:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from titan_ft.chaos.faults import AGENT, CHECKPOINT, FAULTS, KEEPER, LIGHTHOUSE
 from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Poisson, Uniform, single
 from titan_ft.chaos.plan_file import load_plan
 from titan_ft.chaos.schedule import GroupView, Injection, View, aim, shots
 from titan_ft.config import ConfigError
+from titan_ft.faults.catalogue import FAULTS, make_fault
+from titan_ft.faults.fault import Need
+from titan_ft.faults.outside import StopRank
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "chaos").glob("*.toml"))
-FULL = View(
-    {replica: GroupView(replica, 1, True) for replica in range(4)}, frozenset({AGENT, CHECKPOINT, KEEPER, LIGHTHOUSE})
-)
+FULL = View({replica: GroupView(replica, 1, True) for replica in range(4)}, frozenset(Need))
 EVERY = '[[rule]]\nwhen = "every"\nseconds = 15\nfaults = ["kill_group"]\n'
 TRACE = '[[rule]]\nwhen = "trace"\nfile = "t.csv"\n'
 
@@ -49,10 +49,13 @@ def test_a_plan_is_read(tmp_path: Path) -> None:
     assert plan.limits == Limits(2, (0, 3), 7)
     first, second = plan.rules
     assert first == Every(15, faults=["kill_group", "slow_rank"], params={"slow_rank": {"factor": 8}}, replica=1)
-    assert first.params == {"kill_group": {}, "slow_rank": {"factor": 8, "seconds": 20}}
+    assert {name: fault.params for name, fault in first.params.items()} == {
+        "kill_group": {},
+        "slow_rank": {"factor": 8, "seconds": 20},
+    }
     assert first.weights == {"kill_group": 1, "slow_rank": 1}
     assert second == Uniform(0, 3, faults={"kill_rank": 1, "segfault": 0.5}, rank=2)
-    assert second.params == {"kill_rank": {}, "segfault": {}}
+    assert second.params == {"kill_rank": make_fault("kill_rank", {}), "segfault": make_fault("segfault", {})}
 
 
 def test_defaults_are_gentle(tmp_path: Path) -> None:
@@ -465,7 +468,7 @@ def test_single_is_one_shot_at_once() -> None:
     """The plan of one fault has one shot, now, with the target and the parameters that were asked for."""
     plan = single("stop_rank", replica=2, rank=1, params={"seconds": 3.0}, seed=8)
     (shot,) = shots(plan)
-    assert (shot.time, shot.fault, shot.params, shot.replica, shot.rank) == (0, "stop_rank", {"seconds": 3.0}, 2, 1)
+    assert (shot.time, shot.fault, shot.replica, shot.rank) == (0, StopRank(3.0), 2, 1)
     assert (plan.seed, plan.start_seconds) == (8, 0)
     assert list(shots(single("stop_rank", 2, 1, {"seconds": 3.0}, 8))) == [shot]
     assert len({single("kill_group").seed for _ in range(5)}) > 1
@@ -535,7 +538,7 @@ def test_all_plans_are_shipped() -> None:
 def test_the_campaign_leaves_nothing_out() -> None:
     """It draws each fault, except those that are the same as another one when a group has one rank."""
     path = next(path for path in SHIPPED if path.stem == "campaign")
-    drawn = {shot.fault for shot in islice(shots(load_plan(path, seed=1)), 2000)}
+    drawn = {shot.fault.name for shot in islice(shots(load_plan(path, seed=1)), 2000)}
     assert set(FAULTS) - drawn == {"kill_rank", "stop_rank"}
 
 

@@ -15,7 +15,6 @@ import pytest
 from tests.event_builder import build, named, untyped
 from titan_ft.chaos.agents import WAIT_SECONDS
 from titan_ft.chaos.disturbance import SETTLE_SECONDS
-from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, single
 from titan_ft.chaos.processes import Unreachable, Worker
 from titan_ft.chaos.runner import ChaosRunner
@@ -132,7 +131,7 @@ class Harness:
         self.runner.poll()
 
     def up(self) -> list[int]:
-        return [group.replica for group in self.runner.job.view(lighthouse=True).groups.values() if group.up]
+        return [group.replica for group in self.runner.job.view().groups.values() if group.up]
 
     def told(self, *names: str) -> list[dict[str, Any]]:
         return [untyped(event) for event in read_events(self.folder / "events") if event.name in names]
@@ -153,7 +152,7 @@ class Harness:
 
 
 def listed(*entries: tuple[float, str, int | None], seed: int = 1, **limits: Any) -> Plan:
-    made = tuple(ListedFault(at, name, FAULTS[name].params, replica) for at, name, replica in entries)
+    made = tuple(ListedFault(at, name, {}, replica) for at, name, replica in entries)
     return Plan("test", seed, limits=Limits(**limits), rules=(Listed(made),))
 
 

@@ -16,26 +16,28 @@ from itertools import islice, pairwise, permutations
 
 import pytest
 
-from titan_ft.chaos.faults import AGENT, CHECKPOINT, FAULTS, KEEPER, LIGHTHOUSE
 from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Rule, Uniform
 from titan_ft.chaos.schedule import GroupView, Injection, Refusal, Shot, View, aim, shots
+from titan_ft.faults.catalogue import FAULTS, make_fault
+from titan_ft.faults.fault import Need
+from titan_ft.faults.outside import KillGroup, Signal, StopRank
 from titan_ft.run.events import Target
 
-ALL = frozenset({AGENT, CHECKPOINT, KEEPER, LIGHTHOUSE})
+ALL = frozenset(Need)
 
 
 def make_plan(*rules: Rule | Listed, seed: int = 7, **rest: float) -> Plan:
     return Plan("test", seed, rules=rules, **rest)  # type: ignore[arg-type]
 
 
-def make_view(num_groups: int, down: Collection[int] = (), num_ranks: int = 1, has: frozenset[str] = ALL) -> View:
+def make_view(num_groups: int, down: Collection[int] = (), num_ranks: int = 1, has: frozenset[Need] = ALL) -> View:
     """Return a job's view, all up but those that are down."""
     groups = {replica: GroupView(replica, num_ranks, replica not in down) for replica in range(num_groups)}
     return View(groups, has)
 
 
 def make_shot(fault: str, seed: int = 1, replica: int | None = None, rank: int | None = None, **params: float) -> Shot:
-    return Shot(0, 0.0, fault, {**FAULTS[fault].params, **params}, seed, replica, rank)
+    return Shot(0, 0.0, make_fault(fault, params), seed, replica, rank)
 
 
 def targets_of(decision: Injection | Refusal) -> list[int | None]:
@@ -90,7 +92,7 @@ def test_uniform_gaps_are_within_their_bounds() -> None:
 def test_weights_decide_how_often_a_fault_comes() -> None:
     """A fault of three times the weight comes three times as often; all that are listed come."""
     plan = make_plan(Every(1, faults={"kill_group": 3.0, "kill_lighthouse": 1.0}))
-    counts = Counter(shot.fault for shot in islice(shots(plan), 8_000))
+    counts = Counter(shot.fault.name for shot in islice(shots(plan), 8_000))
     assert set(counts) == {"kill_group", "kill_lighthouse"}
     assert counts["kill_group"] / counts["kill_lighthouse"] == pytest.approx(3, rel=0.12)
 
@@ -102,23 +104,17 @@ def test_rules_are_merged_by_time() -> None:
     merged = list(islice(shots(plan), 200))
     assert [shot.time for shot in merged] == sorted(shot.time for shot in merged)
     assert [shot.number for shot in merged] == list(range(200))
-    at_ten = [shot.fault for shot in merged if shot.time == 10]
+    at_ten = [shot.fault.name for shot in merged if shot.time == 10]
     assert at_ten == ["kill_group", "term_group"]
-    assert {"kill_group", "term_group", "kill_rank", "segfault"} == {shot.fault for shot in merged}
+    assert {"kill_group", "term_group", "kill_rank", "segfault"} == {shot.fault.name for shot in merged}
 
 
 def test_a_list_ends() -> None:
     """A plan of lists only has an end, and passes on the targets and parameters of its lines."""
     entries = (ListedFault(0.0, "stop_rank", {"seconds": 3.0}, 2, 1), ListedFault(4.0, "kill_group", {}))
     first, second = shots(make_plan(Listed(entries)))
-    assert (first.time, first.fault, first.params, first.replica, first.rank) == (
-        0,
-        "stop_rank",
-        {"seconds": 3.0},
-        2,
-        1,
-    )
-    assert (second.time, second.replica, second.rank) == (4, None, None)
+    assert (first.time, first.fault, first.replica, first.rank) == (0, StopRank(3.0), 2, 1)
+    assert (second.time, second.fault, second.replica, second.rank) == (4, KillGroup(), None, None)
     assert first.seed != second.seed
 
 
@@ -152,7 +148,7 @@ def test_another_process_draws_the_same() -> None:
         "from titan_ft.chaos.plan import Plan, Poisson\n"
         "from titan_ft.chaos.schedule import shots\n"
         "rule = Poisson(10.0, faults=['kill_group', 'segfault'])\n"
-        "print(json.dumps([[s.time, s.fault, s.seed] for s in islice(shots(Plan('p', 5, rules=(rule,))), 50)]))"
+        "print(json.dumps([[s.time, s.fault.name, s.seed] for s in islice(shots(Plan('p', 5, rules=(rule,))), 50)]))"
     )
     drawn = [
         json.loads(
@@ -176,7 +172,7 @@ def test_a_rule_does_not_shift_another() -> None:
 
     def of_kills(*rules: Rule | Listed, **rest: float) -> list[tuple[float, str, int]]:
         stream = shots(make_plan(*rules, **rest))
-        found = ((shot.time, shot.fault, shot.seed) for shot in stream if shot.fault.startswith("kill"))
+        found = ((shot.time, shot.fault.name, shot.seed) for shot in stream if shot.fault.name.startswith("kill"))
         return list(islice(found, 20))
 
     assert of_kills(kills) == of_kills(kills, flips)
@@ -221,10 +217,10 @@ def test_a_group_that_is_down_elsewhere_changes_no_choice() -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_scope_decides_the_targets(name: str) -> None:
     """Each fault finds, in a healthy job, the number and kind of targets that its scope says."""
-    fault = FAULTS[name]
+    fault = make_fault(name, {})
     decision = aim(make_shot(name), make_view(4, num_ranks=2), Limits(max_down=2))
     assert isinstance(decision, Injection)
-    assert decision.fault is fault
+    assert decision.shot.fault == fault
     assert len(decision.targets) == (2 if fault.scope in ("groups", "link") else 1)
     assert len(set(decision.targets)) == len(decision.targets)
     for target in decision.targets:
@@ -264,9 +260,10 @@ def test_no_plan_ever_takes_all_groups_down() -> None:
         down = [replica for replica in range(num_groups) if source.random() < 0.3]
         exempt = tuple(replica for replica in range(num_groups) if source.random() < 0.2)
         limits = Limits(max_down=source.randint(1, 9), exempt=exempt)
-        fault = FAULTS[source.choice(list(FAULTS))]
-        params = {"count": source.randint(1, 6)} if fault.scope == "groups" else {}
-        shot = make_shot(fault.name, source.getrandbits(32), **params)
+        name = source.choice(list(FAULTS))
+        params = {"count": source.randint(1, 6)} if name == "kill_groups" else {}
+        shot = make_shot(name, source.getrandbits(32), **params)
+        fault = shot.fault
         decision = aim(shot, make_view(num_groups, down, num_ranks=2), limits)
         if isinstance(decision, Refusal):
             assert decision.reason
@@ -403,13 +400,13 @@ def test_flips_need_a_majority_that_is_up() -> None:
 @pytest.mark.parametrize(
     ("name", "missing", "word"),
     [
-        ("segfault", AGENT, "fault_tolerance.chaos = true"),
-        ("disk_full", CHECKPOINT, "checkpoint.enable = true"),
-        ("kill_lighthouse", LIGHTHOUSE, "titan-ft launch"),
-        ("kill_agent", KEEPER, "titan-ft launch, or under Slurm"),
+        ("segfault", Need.AGENT, "fault_tolerance.chaos = true"),
+        ("disk_full", Need.CHECKPOINT, "checkpoint.enable = true"),
+        ("kill_lighthouse", Need.LIGHTHOUSE, "titan-ft launch"),
+        ("kill_agent", Need.KEEPER, "titan-ft launch, or under Slurm"),
     ],
 )
-def test_what_the_job_lacks_is_final(name: str, missing: str, word: str) -> None:
+def test_what_the_job_lacks_is_final(name: str, missing: Need, word: str) -> None:
     """A fault that the job has no means for never comes, and the reason says what would give them."""
     decision = aim(make_shot(name), make_view(4, has=ALL - {missing}), Limits())
     assert word in reason_of(decision, final=True)
@@ -418,7 +415,7 @@ def test_what_the_job_lacks_is_final(name: str, missing: str, word: str) -> None
 def test_signals_need_nothing_of_the_job() -> None:
     """All that signals do to workers works on any job."""
     for name, fault in FAULTS.items():
-        if fault.by == "signal" and name != "kill_agent":
+        if issubclass(fault, Signal) and not fault.needs:
             assert isinstance(aim(make_shot(name), make_view(4, has=frozenset()), Limits(max_down=2)), Injection)
 
 

@@ -23,7 +23,7 @@ from urllib.parse import unquote
 import pytest
 
 from tests.event_builder import build, change, named
-from titan_ft.chaos.faults import FAULTS
+from titan_ft.faults.catalogue import FAULTS
 from titan_ft.history import intervals
 from titan_ft.history.check import check
 from titan_ft.history.goodput import goodput

@@ -13,7 +13,6 @@ from harness.events import Event, audit
 from harness.job import Job
 from harness.trajectory import check, check_finished, check_one_trajectory, named
 
-from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.inside import blackhole
 from titan_ft.chaos.orders import Order
 
@@ -30,7 +29,6 @@ def make(make_job: Callable[..., Job], groups: int, steps: int, flags: Sequence[
 
 def order(job: Job, fault: str, replica: int | None = 1, rank: int | None = 0, **params: float) -> None:
     """Order a fault."""
-    params = {**FAULTS[fault].params, **params}
     Order(fault=fault, replica=replica, rank=rank, params=params, seed=7, shot=1).give(job.paths.chaos_orders)
 
 

@@ -11,7 +11,6 @@ from harness.events import audit
 from harness.job import Job
 from harness.trajectory import check_finished, check_one_trajectory, named
 
-from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.inside import blackhole
 from titan_ft.chaos.orders import Order
 
@@ -33,7 +32,7 @@ def test_the_largest_clique_trains_on(make_job: Callable[..., Job], ranks: int) 
         lambda: {e["replica"] for e in job.events("step_committed") if e["step"] >= 3} == {0, 1, 2}, 60, "all train"
     )
     for replica, peer in ((0, 2), (2, 0)):
-        params = {**FAULTS["link_dead"].params, "seconds": SECONDS, "peer": peer}
+        params = {"seconds": SECONDS, "peer": peer}
         Order(fault="link_dead", replica=replica, params=params, seed=7, shot=1).give(job.paths.chaos_orders)
     job.finish(200)
     events = job.events()

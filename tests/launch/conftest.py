@@ -84,7 +84,8 @@ class FakeRun:
             "given = json.loads(sys.argv[2]); chaos = given.pop('chaos', None); "
             "load = lambda file: __import__('titan_ft.chaos.plan_file', fromlist=['x']).load_plan(Path(file)); "
             "code = launch(LaunchPlan(options, **given, chaos=chaos and load(chaos))); "
-            "loaded = [name for name in sys.modules if name == 'torch' or not chaos and 'titan_ft.chaos' in name]; "
+            "breaks = () if chaos else ('titan_ft.chaos', 'titan_ft.faults'); "
+            "loaded = [name for name in sys.modules if name == 'torch' or name.startswith(breaks)]; "
             "assert not loaded, loaded; "
             "sys.exit(code)"
         )

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import titan_ft
 from tests.event_builder import build, named
-from titan_ft.chaos.faults import FAULTS
 from titan_ft.config import ConfigError
+from titan_ft.faults.catalogue import FAULTS
 from titan_ft.live import status
 from titan_ft.live.group_metrics import GroupMetrics
 from titan_ft.live.metrics import FAILURE_CAUSES, MetricsServer, split_address

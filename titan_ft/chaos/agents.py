@@ -5,17 +5,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from titan_ft.chaos.disturbance import Disturbance
-from titan_ft.chaos.faults import CHECKPOINT
 from titan_ft.chaos.job import Job
 from titan_ft.chaos.orders import Order
 from titan_ft.chaos.outcomes import Outcomes
 from titan_ft.chaos.processes import Unreachable
-from titan_ft.chaos.schedule import Injection
+from titan_ft.chaos.schedule import Injection, Shot
+from titan_ft.faults.fault import Fault, Need
+from titan_ft.faults.inside import LinkDead
 from titan_ft.run.events import FaultInjected, FaultSkipped, FaultUndone, Target
 
 WAIT_SECONDS = 135.0
@@ -58,41 +61,37 @@ class Agents:
         return any(not pending.lives for pending in self._pending)
 
     def order(self, aimed: Injection) -> None:
-        """Order the agents of the targets to act.
+        """Order the agents of the targets to act; for a donor, those of whichever group serves its state next.
 
         Raises:
             Unreachable: the order could not be written.
         """
+        shot, fault = aimed.shot, aimed.shot.fault
         pending = _Pending(aimed, self._clock() + WAIT_SECONDS)
+        if fault.scope == "donor":
+            self._give(shot, fault, Target(), None)
+            self._pending.append(pending)
+            return
         for target in aimed.targets:
             assert target.replica is not None, "the lighthouse has no agent"
             group = self._job.group(target.replica)
             pending.lives[target.replica] = group.life
-            self._give(aimed, target, group.attempt, _params_at(aimed, target))
+            self._give(shot, _fault_at(aimed, target), target, group.attempt)
             # A group whose checkpoint cannot be saved trains on: it is not disturbed.
-            if CHECKPOINT not in aimed.fault.needs:
-                disturbance = pending.disturbances[target.replica] = Disturbance.of(aimed, target, group.life)
+            if Need.CHECKPOINT not in fault.needs:
+                disturbance = Disturbance.of(fault, shot, target, group.life)
+                pending.disturbances[target.replica] = disturbance
                 group.disturbances.append(disturbance)
         self._pending.append(pending)
 
-    def order_donor(self, aimed: Injection) -> None:
-        """Order whichever group serves its state next to act.
-
-        Raises:
-            Unreachable: the order could not be written.
-        """
-        self._give(aimed, Target(), None, aimed.shot.params)
-        self._pending.append(_Pending(aimed, self._clock() + WAIT_SECONDS))
-
-    def _give(self, aimed: Injection, target: Target, attempt: int | None, params: Mapping[str, float]) -> None:
-        shot = aimed.shot
-        self._ordered.add((shot.fault, shot.number, shot.seed))
+    def _give(self, shot: Shot, fault: Fault, target: Target, attempt: int | None) -> None:
+        self._ordered.add((fault.name, shot.number, shot.seed))
         order = Order(
-            fault=shot.fault,
+            fault=fault.name,
             replica=target.replica,
             rank=target.rank,
             attempt=attempt,
-            params=dict(params),
+            params=fault.params,
             seed=shot.seed,
             shot=shot.number,
         )
@@ -122,12 +121,13 @@ class Agents:
             return
         if not pending.lives:
             group = self._job.group(replica)
-            disturbance = pending.disturbances[replica] = Disturbance.of(aimed, target, group.life)
+            disturbance = Disturbance.of(aimed.shot.fault, aimed.shot, target, group.life)
+            pending.disturbances[replica] = disturbance
             group.disturbances.append(disturbance)
         for disturbance in pending.disturbances.values():  # both ends of a link, though only one has announced it
             disturbance.begin(event.time, event.step)
         peer = (event.params or {}).get("peer")
-        self._outcomes.hit(aimed.shot.fault, target, "" if peer is None else f", to group {peer:g}")
+        self._outcomes.hit(aimed.shot.fault.name, target, "" if peer is None else f", to group {peer:g}")
         self._outcomes.count(True)
 
     def give_up(self) -> None:
@@ -152,15 +152,15 @@ class Agents:
         self._outcomes.count(False)
 
 
-def _params_at(aimed: Injection, target: Target) -> Mapping[str, float]:
-    """Return the parameters for one target: each end of a link gets the number of the other."""
-    if aimed.fault.scope != "link":
-        return aimed.shot.params
+def _fault_at(aimed: Injection, target: Target) -> Fault:
+    """Return the fault for one target: each end of a link gets the number of the other."""
+    fault = aimed.shot.fault
+    if not isinstance(fault, LinkDead):
+        return fault
     (peer,) = (other.replica for other in aimed.targets if other != target)
-    assert peer is not None, "a link's ends are groups"
-    return {**aimed.shot.params, "peer": peer}
+    return msgspec.structs.replace(fault, peer=peer)
 
 
 def _is_about(event: FaultInjected | FaultSkipped, aimed: Injection) -> bool:
     shot = aimed.shot
-    return (event.fault, event.shot, event.seed) == (shot.fault, shot.number, shot.seed)
+    return (event.fault, event.shot, event.seed) == (shot.fault.name, shot.number, shot.seed)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.job import Job
 from titan_ft.chaos.plan import Plan, single
 from titan_ft.chaos.plan_file import load_plan, number
@@ -130,9 +129,11 @@ class Follower:
     def lighthouse_pid(self, job: Job) -> int | None:
         """Return the process of the lighthouse that `launch` keeps; None where it does not run, or not on this host."""
         # Its event does not say where it runs; that is with the workers.
-        if job.lighthouse is None or not any(self._local.has(worker) for worker in job.everyone()):
+        if job.newest_lighthouse is None or not any(self._local.has(worker) for worker in job.everyone()):
             return None
-        lighthouse = Worker("the lighthouse", job.lighthouse.lighthouse_pid, self._local.host, job.lighthouse.mono)
+        lighthouse = Worker(
+            "the lighthouse", job.newest_lighthouse.lighthouse_pid, self._local.host, job.newest_lighthouse.mono
+        )
         return lighthouse.pid if self._local.is_alive(lighthouse) else None
 
     def follow(self, runner: ChaosRunner, stop: StopRequests, for_seconds: float | None) -> None:
@@ -147,18 +148,6 @@ class Follower:
             retry_waiting()
             time.sleep(TICK_SECONDS)
             self._seen = self._tail.poll()
-
-
-def catalogue() -> str:
-    """Return the list of faults, one a line, with what each does and its parameters."""
-    width = max(len(name) for name in FAULTS)
-    lines = []
-    for fault in FAULTS.values():
-        params = ", ".join(
-            [f"{n}={value:g}" for n, value in fault.params.items()] + [f"{n}=random" for n in fault.drawn]
-        )
-        lines.append(f"{fault.name:{width}}  {fault.summary}{f' ({params})' if params else ''}")
-    return "\n".join(lines)
 
 
 def _params(settings: Sequence[str]) -> dict[str, float]:

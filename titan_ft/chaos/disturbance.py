@@ -4,29 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from titan_ft.chaos.schedule import Injection
+from titan_ft.chaos.schedule import Shot
+from titan_ft.faults.fault import Ending, Fault
 from titan_ft.run.events import Target
-
-Ending = Literal["restart", "settle", "undone", "healed", "excluded", "at once"]
-"""What ends it; a new start of the group ends every disturbance. "restart": nothing else does. "settle": some time
-without a new start. "undone": the fault was undone. "healed": a heal, or a digest equal to another group's. "excluded":
-the gradient was left out. "at once": it is over when it happens."""
 
 SETTLE_SECONDS = 15.0
 """A fault that should have ended the group's workers, who still commit after this time, has not worked."""
 GIVE_UP_SECONDS = 300.0
 """A disturbance whose end was not seen for this long after it was due must not hold up the schedule for ever."""
-
-_ENDINGS: Mapping[str, Ending] = {
-    "flip_parameter": "healed",
-    "flip_optimizer": "healed",
-    "nan_gradient": "excluded",
-    "corrupt_chunk": "at once",
-}
 
 
 @dataclass(eq=False)
@@ -36,10 +23,10 @@ class Disturbance:
     ending: Ending
     life: int
     """The life of the group that it hit."""
-    key: tuple[str, int] | None = None
+    key: tuple[str, int]
     """Fault and number of the shot."""
-    rank: int | None = None
-    seconds: float = 0.0
+    rank: int | None
+    seconds: float
     """How long it lasts by itself."""
     over_from: float | None = None
     """A commit of the group after this shows that it is over; None as long as that is not known."""
@@ -47,18 +34,9 @@ class Disturbance:
     _step: int | None = None
 
     @classmethod
-    def of(cls, aimed: Injection, target: Target, life: int) -> Disturbance:
-        """Return what an injection does to a target, a rank or a group in this life of it."""
-        fault, shot = aimed.fault, aimed.shot
-        if fault.name in _ENDINGS:
-            ending = _ENDINGS[fault.name]
-        elif "seconds" in fault.params:
-            ending = "undone"
-        elif fault.by == "signal":
-            ending = "restart"
-        else:
-            ending = "settle" if fault.takes_down else "at once"
-        return cls(ending, life, (shot.fault, shot.number), target.rank, shot.params.get("seconds", 0.0))
+    def of(cls, fault: Fault, shot: Shot, target: Target, life: int) -> Disturbance:
+        """Return what a fault of a shot does to a target, a rank or a group in this life of it."""
+        return cls(fault.ends, life, (fault.name, shot.number), target.rank, fault.seconds_it_lasts)
 
     def begin(self, time: float, step: int | None = None) -> None:
         """Note that it has happened, after the group's commit of `step`."""

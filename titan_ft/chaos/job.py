@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from titan_ft.chaos.disturbance import Disturbance
-from titan_ft.chaos.faults import AGENT, CHECKPOINT, KEEPER, LIGHTHOUSE
-from titan_ft.chaos.processes import Worker
+from titan_ft.chaos.processes import Unreachable, Worker
 from titan_ft.chaos.schedule import GroupView, View
+from titan_ft.faults.fault import Need
 from titan_ft.run.events import (
     AgentEnded,
     Drained,
@@ -62,9 +63,14 @@ class Group:
 
 
 class Job:
-    """A running job as its events show it. Events that come twice do no harm."""
+    """A running job as its events show it. Events that come twice do no harm.
 
-    def __init__(self) -> None:
+    Args:
+        lighthouse_pid: returns the process of the job's lighthouse on this host, None while there is none.
+    """
+
+    def __init__(self, lighthouse_pid: Callable[[], int | None] = lambda: None) -> None:
+        self._lighthouse_pid, self._had_lighthouse = lighthouse_pid, False
         self._forget()
 
     def _forget(self) -> None:
@@ -72,16 +78,13 @@ class Job:
         self._finished: set[int] = set()
         self.trained_together = False
         """A step to which all groups contributed has been committed."""
-        self.lighthouse: LighthouseStarted | None = None
+        self.newest_lighthouse: LighthouseStarted | None = None
         """The newest one that the launcher has started."""
         self._num_groups = 0
         self._num_ranks = 1
         self._groups: dict[int, Group] = {}
-        self._has = {
-            AGENT: True,
-            CHECKPOINT: True,
-            KEEPER: True,
-        }  # until the job says otherwise; an order may then find no taker
+        # Until the job says otherwise; an order may then find no taker.
+        self._meets = {Need.AGENT, Need.CHECKPOINT, Need.KEEPER}
         self._digests: dict[int, dict[tuple[int, int], tuple[str, float]]] = {}
 
     @property
@@ -89,30 +92,53 @@ class Job:
         """Tell whether its training is over, or being stopped: nothing that is broken now would be repaired."""
         return self._stopping or bool(self._finished)
 
-    def view(self, *, lighthouse: bool) -> View:
+    def view(self) -> View:
         """Return what faults are aimed by."""
-        available = {name for name, there in self._has.items() if there} | ({LIGHTHOUSE} if lighthouse else set())
+        self._had_lighthouse = self._had_lighthouse or self._lighthouse_pid() is not None
+        met = self._meets | ({Need.LIGHTHOUSE} if self._had_lighthouse else set())
         replicas = sorted({*range(self._num_groups), *self._groups})
-        return View(
-            {replica: GroupView(replica, self._num_ranks, self.group(replica).up) for replica in replicas},
-            frozenset(available),
-        )
+        groups = {replica: GroupView(replica, self._num_ranks, self.group(replica).up) for replica in replicas}
+        return View(groups, frozenset(met))
 
     def everyone(self) -> list[Worker]:
         """Return all workers of the groups' newest lives."""
         return [worker for group in self._groups.values() for worker in group.workers.values()]
 
     def workers(self, target: Target) -> list[Worker]:
-        """Return the workers that a target stands for; those that are known."""
-        assert target.replica is not None, "the lighthouse is no worker"
-        workers = self.group(target.replica).workers
-        return [worker for rank, worker in sorted(workers.items()) if target.rank in (None, rank)]
+        """Return the workers that a target stands for; those that are known.
 
-    def agents(self, target: Target) -> list[Worker]:
-        """Return the agent of a group, if it is known."""
+        Raises:
+            Unreachable: none is.
+        """
+        assert target.replica is not None, "the lighthouse is no worker"
+        workers = sorted(self.group(target.replica).workers.items())
+        known = [worker for rank, worker in workers if target.rank in (None, rank)]
+        if not known:
+            raise Unreachable(f"no worker of group {target.replica} has said where it runs")
+        return known
+
+    def agent(self, target: Target) -> list[Worker]:
+        """Return the agent of a group.
+
+        Raises:
+            Unreachable: it is not known.
+        """
         assert target.replica is not None, "the lighthouse has no agent"
         agent = self.group(target.replica).agent
-        return [] if agent is None else [agent]
+        if agent is None:
+            raise Unreachable(f"the agent of group {target.replica} is not known")
+        return [agent]
+
+    def lighthouse(self) -> list[Worker]:
+        """Return the process of the lighthouse.
+
+        Raises:
+            Unreachable: there is none on this host.
+        """
+        pid = self._lighthouse_pid()
+        if pid is None:
+            raise Unreachable("the lighthouse does not run right now")
+        return [Worker("the lighthouse", pid, host="")]
 
     def group(self, replica: int) -> Group:
         """Return what is known of a group; of one that has said nothing yet, too."""
@@ -137,7 +163,7 @@ class Job:
                 self._launched = True
                 self._num_groups, self._num_ranks = event.replicas, event.ranks_per_replica
             case LighthouseStarted():
-                self.lighthouse = event
+                self.newest_lighthouse = event
             case LaunchStopping() | LaunchFinished():
                 self._stopping = True
             case GradientExcluded():
@@ -186,8 +212,12 @@ class Job:
         self._num_ranks = max(self._num_ranks, rank + 1)
         if event.config is not None:
             self._num_groups = self._num_groups or event.config.group_size
-            keeper = self._launched or event.slurm is not None
-            self._has = {AGENT: event.config.chaos, CHECKPOINT: event.config.checkpoint, KEEPER: keeper}
+            told = {
+                Need.AGENT: event.config.chaos,
+                Need.CHECKPOINT: event.config.checkpoint,
+                Need.KEEPER: self._launched or event.slurm is not None,
+            }
+            self._meets = {need for need, met in told.items() if met}
 
     def _commit(self, group: Group, event: StepCommitted) -> None:
         """Note who contributed to a step. Only a group's own commits show that it is up, not those of others."""

@@ -29,7 +29,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that it is for; None leaves the choice to the agents."""
     attempt: int | None = None
     """The only attempt of the group that may carry it out; None means any."""
-    params: dict[str, float]
+    params: dict[str, int | float]
     seed: int
     shot: int
     """Number of the shot in the plan."""

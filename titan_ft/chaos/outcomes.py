@@ -58,15 +58,16 @@ class Outcomes:
 
     def undone(self, shot: Shot, target: Target) -> None:
         """Announce that the fault in the target was undone."""
-        self._events.emit(FaultUndone(fault=shot.fault, target=target, shot=shot.number))
-        self._show(f"chaos: {_at(shot.fault, target)} undone")
+        self._events.emit(FaultUndone(fault=shot.fault.name, target=target, shot=shot.number))
+        self._show(f"chaos: {_at(shot.fault.name, target)} undone")
 
     def missed(self, shot: Shot, target: Target | None, reason: str, *, by_agent: bool = False) -> None:
         """Announce that a target, or the shot as a whole, is not hit; an agent has announced it by an event already."""
+        fault = shot.fault.name
         if not by_agent:
-            self._events.emit(FaultSkipped(fault=shot.fault, target=target, shot=shot.number, reason=reason))
+            self._events.emit(FaultSkipped(fault=fault, target=target, shot=shot.number, reason=reason))
         self.last_reason = reason
-        self._show(f"chaos: {shot.fault if target is None else _at(shot.fault, target)} skipped: {reason}")
+        self._show(f"chaos: {fault if target is None else _at(fault, target)} skipped: {reason}")
 
     def count(self, hit: bool) -> None:
         """Count a shot that is settled."""

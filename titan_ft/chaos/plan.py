@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from titan_ft.chaos.faults import Fault, check_target, complete_params, find_fault
-from titan_ft.chaos.schema import Count, Number, Place, PositiveNumber, Whole, check_keys, convert
 from titan_ft.config import ConfigError
+from titan_ft.faults.catalogue import find_fault, make_fault
+from titan_ft.faults.fault import Fault
+from titan_ft.faults.schema import Count, Number, Place, PositiveNumber, Whole, check_keys, convert
 
 
 class Limits(Struct, frozen=True):
@@ -28,31 +29,32 @@ class Limits(Struct, frozen=True):
     patience_seconds: Annotated[Number, Meta(description="0 postpones nothing")] = 30.0
     """Seconds that a shot may be postponed until it is allowed; then it is skipped. 0 skips it at once."""
 
-    def refusal(self, fault: Fault, params: Mapping[str, float], replica: int | None) -> str | None:
-        """Return why this fault can never be injected within these limits, or None."""
-        num_hit = fault.num_hit(params)
-        if num_hit > self.max_down:
-            return f"it hits {num_hit} groups at once, limits.max_down is {self.max_down}"
+    def refusal(self, fault: Fault, replica: int | None) -> str | None:
+        """Return the reason why this fault can never be injected within these limits, or None."""
+        if fault.num_hit > self.max_down:
+            return f"it hits {fault.num_hit} groups at once, limits.max_down is {self.max_down}"
         if fault.extra_down and self.exempt:
             return "the job itself chooses the donor, which could be a group in limits.exempt"
-        exempt = next((group for group in (replica, params.get("peer")) if group in self.exempt), None)
-        return None if exempt is None else f"group {exempt:g} is in limits.exempt"
+        exempt = next((group for group in fault.groups_given(replica) if group in self.exempt), None)
+        return None if exempt is None else f"group {exempt} is in limits.exempt"
 
 
 class ListedFault(Struct, frozen=True):
     """A fault that a plan lists, at a given time."""
 
     at: Annotated[Number, Meta(description="give the seconds since the schedule's start")]
-    fault: Annotated[str, Meta(title="the name of a fault", description="titan-ft chaos --list has them")]
+    fault: Annotated[Any, Meta(description="titan-ft chaos --list has them")]
+    """Its name; the `Fault` itself once this is made."""
     params: Annotated[dict[str, Any], Meta(title="a table", description="write its keys below it")] = {}
-    """The fault's parameters; all of them once it is made."""
+    """The parameters in the table; empty once this is made, because the fault has them."""
     replica: Place = None
     rank: Place = None
 
     def __post_init__(self) -> None:
-        fault = find_fault(self.fault)
-        msgspec.structs.force_setattr(self, "params", complete_params(fault, self.params))
-        check_target(fault, self.replica, self.rank, self.params, "params")
+        if not isinstance(self.fault, Fault):
+            msgspec.structs.force_setattr(self, "fault", make_fault(self.fault, self.params))
+            msgspec.structs.force_setattr(self, "params", {})
+        self.fault.check_target(self.replica, self.rank, "params")
 
 
 _Names = Annotated[list[str], Meta(min_length=1)]
@@ -66,32 +68,30 @@ class Rule(Struct, frozen=True, kw_only=True, tag_field="when", tag=str.lower):
     faults: Annotated[_Names | _Weights, Meta(title=_FAULTS, description='for example ["kill_group"]')]
     """Faults to choose from."""
     params: Annotated[dict[str, Any], Meta(title="a table", description="write its keys below it")] = {}
-    """The parameters of each of these faults; all of them once the rule is made."""
+    """The parameters of each of these faults; each `Fault` by its name once the rule is made."""
     replica: Place = None
     rank: Place = None
 
     def __post_init__(self) -> None:
-        kinds = [find_fault(name, "faults") for name in self.faults]
-        names = [kind.name for kind in kinds]
+        names = [find_fault(name, "faults").name for name in self.faults]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"faults must name each fault once, got {twice} twice; use a table of weights")
         check_keys("params.", self.params, names, " (a fault of this rule)")
-        params = {
-            kind.name: complete_params(kind, self.params.get(kind.name, {}), f"params.{kind.name}") for kind in kinds
-        }
-        msgspec.structs.force_setattr(self, "params", params)
-        for kind in kinds:
-            check_target(kind, self.replica, self.rank, params[kind.name], f"params.{kind.name}")
+        faults = {}
+        for name in names:
+            faults[name] = make_fault(name, self.params.get(name, {}), params_name=f"params.{name}")
+            faults[name].check_target(self.replica, self.rank, f"params.{name}")
+        msgspec.structs.force_setattr(self, "params", faults)
 
     @property
     def weights(self) -> Mapping[str, float]:
         """Return how likely each fault is, to be divided by their sum."""
         return self.faults if isinstance(self.faults, dict) else dict.fromkeys(self.faults, 1.0)
 
-    def wanted(self) -> Iterator[tuple[str, Mapping[str, float], int | None]]:
-        """Yield each fault that may come, with its parameters and its group."""
-        return ((name, self.params[name], self.replica) for name in self.faults)
+    def wanted(self) -> Iterator[tuple[Fault, int | None]]:
+        """Yield each fault that may come, with its group."""
+        return ((fault, self.replica) for fault in self.params.values())
 
 
 class Every(Rule, frozen=True):
@@ -155,11 +155,11 @@ class Listed:
     def __str__(self) -> str:
         first, last = self.entries[0].at, self.entries[-1].at
         when = f"at {first:g} s" if first == last else f"{len(self.entries)} times from {first:g} to {last:g} s"
-        return f"{when}: {', '.join(dict.fromkeys(entry.fault for entry in self.entries))}"
+        return f"{when}: {', '.join(dict.fromkeys(entry.fault.name for entry in self.entries))}"
 
-    def wanted(self) -> Iterator[tuple[str, Mapping[str, float], int | None]]:
-        """Yield each fault that may come, with its parameters and its group."""
-        return ((entry.fault, entry.params, entry.replica) for entry in self.entries)
+    def wanted(self) -> Iterator[tuple[Fault, int | None]]:
+        """Yield each fault that may come, with its group."""
+        return ((entry.fault, entry.replica) for entry in self.entries)
 
 
 class Plan(Struct, frozen=True):
@@ -198,7 +198,7 @@ def single(
     values = {"at": 0, "fault": fault, "params": dict(params or {}), "replica": replica, "rank": rank}
     entry = convert(ListedFault, values)
     limits = Limits(max_down=sys.maxsize)
-    return Plan(entry.fault, new_seed() if seed is None else seed, limits=limits, rules=(Listed((entry,)),))
+    return Plan(fault, new_seed() if seed is None else seed, limits=limits, rules=(Listed((entry,)),))
 
 
 def new_seed() -> int:

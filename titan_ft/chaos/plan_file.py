@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from titan_ft.chaos.faults import find_fault
 from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Uniform, new_seed
-from titan_ft.chaos.schema import Number, Whole, convert
 from titan_ft.config import ConfigError, closest, load_toml
 from titan_ft.data.assets import find_config
+from titan_ft.faults.catalogue import find_fault
+from titan_ft.faults.schema import Number, Whole, convert
 
 
 class _File(Struct):
@@ -55,10 +55,10 @@ def load_plan(path: Path, seed: int | None = None) -> Plan:
         limits = convert(Limits, file.limits, "limits")
         rules = tuple(_read_rule(f"rule[{index}]", rule, path.parent) for index, rule in enumerate(file.rule))
         for index, rule in enumerate(rules):
-            for fault, params, replica in rule.wanted():
-                reason = limits.refusal(find_fault(fault), params, replica)
+            for fault, replica in rule.wanted():
+                reason = limits.refusal(fault, replica)
                 if reason is not None:
-                    what = f"rule[{index}] must keep the limits, got {fault}: {reason}"
+                    what = f"rule[{index}] must keep the limits, got {fault.name}: {reason}"
                     raise ConfigError(f"{what}; remove it, or change the limits")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error

@@ -16,6 +16,7 @@ from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.processes import Processes, Unreachable
 from titan_ft.chaos.schedule import Injection, Refusal, Shot, aim, shots
 from titan_ft.chaos.signals import Signals
+from titan_ft.faults.outside import Signal
 from titan_ft.run.events import Event, FaultInjected, FaultSkipped, FaultUndone
 from titan_ft.run.log import EventLog
 
@@ -48,11 +49,10 @@ class ChaosRunner:
         show: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.plan = plan
-        self.job = Job()
+        self.job = Job(lighthouse_pid)
         self.outcomes = Outcomes(events, show)
         self._signals = Signals(self.job, processes, self.outcomes, clock, wall)
         self._agents = Agents(self.job, orders, self.outcomes, clock)
-        self._lighthouse_pid, self._had_lighthouse = lighthouse_pid, False
         self._clock, self._wait_for_all = clock, wait_for_all
         self._start: float | None = None
         """When the schedule starts; None until the groups train together."""
@@ -124,23 +124,22 @@ class ChaosRunner:
 
     def _try(self, shot: Shot) -> Refusal | None:
         """Inject a shot, or say why not now."""
-        pid = self._lighthouse_pid()
-        self._had_lighthouse = self._had_lighthouse or pid is not None
-        aimed = aim(shot, self.job.view(lighthouse=self._had_lighthouse), self.plan.limits)
+        aimed = aim(shot, self.job.view(), self.plan.limits)
         if isinstance(aimed, Refusal):
             return aimed
         if self._agents.awaits_donor:
             return Refusal("a donor is about to be hit, nobody knows which group that will be", final=False)
         try:
-            self._inject(aimed, pid)
+            self._inject(aimed)
         except Unreachable as error:
             return Refusal(str(error), error.final)
         return None
 
-    def _inject(self, aimed: Injection, lighthouse_pid: int | None) -> None:
-        if aimed.fault.by != "agent":
-            self._signals.send(aimed, lighthouse_pid)
-        elif aimed.fault.scope == "donor":
-            self._signals.provoke(aimed, lambda: self._agents.order_donor(aimed))
+    def _inject(self, aimed: Injection) -> None:
+        fault = aimed.shot.fault
+        if isinstance(fault, Signal):
+            self._signals.send(aimed)
+        elif fault.scope == "donor":
+            self._signals.provoke(aimed, lambda: self._agents.order(aimed))
         else:
             self._agents.order(aimed)

@@ -10,8 +10,9 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from titan_ft.chaos.faults import CHECKPOINT, FAULTS, MISSING, Fault
 from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Uniform
+from titan_ft.faults.fault import Fault, Need
+from titan_ft.faults.inside import LinkDead
 from titan_ft.run.events import Target
 
 
@@ -23,8 +24,7 @@ class Shot:
     """Place in the schedule, from 0."""
     time: float
     """Seconds since the schedule's start."""
-    fault: str
-    params: Mapping[str, float]
+    fault: Fault
     seed: int
     """Source of all random choices about this shot: its target here, a bit to flip in the worker."""
     replica: int | None = None
@@ -49,8 +49,8 @@ class View:
 
     groups: Mapping[int, GroupView]
     """All groups of the job by replica, those that are down too."""
-    available: frozenset[str]
-    """What the job has, of that which faults may need."""
+    available: frozenset[Need]
+    """The needs of faults that the job meets."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ class Injection:
     """A shot with its targets."""
 
     shot: Shot
-    fault: Fault
     targets: tuple[Target, ...]
 
 
@@ -79,7 +78,7 @@ def shots(plan: Plan) -> Iterator[Shot]:
     for number, (entry, seed) in enumerate(merged):
         if plan.stop_after_seconds and entry.at > plan.stop_after_seconds:
             return
-        yield Shot(number, entry.at, entry.fault, entry.params, seed, entry.replica, entry.rank)
+        yield Shot(number, entry.at, entry.fault, seed, entry.replica, entry.rank)
 
 
 def _seeded(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) -> Iterator[tuple[ListedFault, int]]:
@@ -110,7 +109,7 @@ def _entries(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) ->
             case Uniform():
                 time += source.uniform(rule.min_seconds, rule.max_seconds)
         (fault,) = source.choices(names, weights)
-        yield ListedFault(time, fault, rule.params[fault], rule.replica, rule.rank)
+        yield ListedFault(time, rule.params[fault], {}, rule.replica, rule.rank)
 
 
 def _source(*parts: object) -> random.Random:
@@ -121,75 +120,73 @@ def _source(*parts: object) -> random.Random:
 
 def aim(shot: Shot, view: View, limits: Limits) -> Injection | Refusal:
     """Choose the targets of a shot, or say why there are none. The shot's seed decides all that is random."""
-    fault = FAULTS[shot.fault]
-    impossible = next(_impossible(shot, fault, view, limits), None)
+    impossible = next(_impossible(shot, view, limits), None)
     if impossible is not None:
         return Refusal(impossible, final=True)
-    too_early = next(_too_early(shot, fault, view, limits), None)
+    too_early = next(_too_early(shot, view, limits), None)
     if too_early is not None:
         return Refusal(too_early, final=False)
-    if fault.scope == "lighthouse":
-        return Injection(shot, fault, (Target(lighthouse=True),))
-    groups = _choose(shot, fault, view, limits)
-    return Injection(shot, fault, tuple(Target(group.replica, _rank(shot, fault, group)) for group in groups))
+    if shot.fault.scope == "lighthouse":
+        return Injection(shot, (Target(lighthouse=True),))
+    return Injection(shot, tuple(Target(group.replica, _rank(shot, group)) for group in _choose(shot, view, limits)))
 
 
-def _impossible(shot: Shot, fault: Fault, view: View, limits: Limits) -> Iterator[str]:
+def _impossible(shot: Shot, view: View, limits: Limits) -> Iterator[str]:
     """Yield reasons for which the shot can never be injected in this job with these limits."""
-    for need in sorted(fault.needs - view.available):
-        yield MISSING[need]
-    beyond = limits.refusal(fault, shot.params, shot.replica)
+    fault = shot.fault
+    for need in Need:
+        if need in fault.needs - view.available:
+            yield need.missing
+    beyond = limits.refusal(fault, shot.replica)
     if beyond is not None:
         yield beyond
     if not view.groups:
         return  # nothing of the job is known yet
-    needed = fault.required_up(shot.params)
-    if len(view.groups) < needed:
-        yield f"it needs {needed} groups, the job has {len(view.groups)}"
-    if len(view.groups.keys() - set(limits.exempt)) < fault.num_targets(shot.params):
+    if len(view.groups) < fault.required_up:
+        yield f"it needs {fault.required_up} groups, the job has {len(view.groups)}"
+    if len(view.groups.keys() - set(limits.exempt)) < fault.num_targets:
         yield "all other groups are exempt"
-    if shot.replica is not None:
-        group = view.groups.get(shot.replica)
-        if group is None:
-            yield f"the job has no group {shot.replica}; it has {', '.join(map(str, sorted(view.groups)))}"
-        elif shot.rank is not None and shot.rank >= group.num_ranks:
-            yield f"group {shot.replica} has no rank {shot.rank}; it has ranks 0 to {group.num_ranks - 1}"
-    elif shot.rank is not None and all(shot.rank >= group.num_ranks for group in view.groups.values()):
-        yield f"no group has a rank {shot.rank}"
-    peer = shot.params.get("peer")
-    if peer is not None and peer not in view.groups:
-        yield f"the job has no group {peer:g}; it has {', '.join(map(str, sorted(view.groups)))}"
+    for replica in fault.groups_given(shot.replica):
+        if replica not in view.groups:
+            yield f"the job has no group {replica}; it has {', '.join(map(str, sorted(view.groups)))}"
+    if shot.rank is None:
+        return
+    if shot.replica is None:
+        if all(shot.rank >= group.num_ranks for group in view.groups.values()):
+            yield f"no group has a rank {shot.rank}"
+    elif shot.rank >= (num_ranks := view.groups[shot.replica].num_ranks):
+        yield f"group {shot.replica} has no rank {shot.rank}; it has ranks 0 to {num_ranks - 1}"
 
 
-def _too_early(shot: Shot, fault: Fault, view: View, limits: Limits) -> Iterator[str]:
+def _too_early(shot: Shot, view: View, limits: Limits) -> Iterator[str]:
     """Yield reasons for which the shot cannot be injected as things are."""
+    fault = shot.fault
     num_up = sum(group.up for group in view.groups.values())
     num_down = len(view.groups) - num_up
-    needed = fault.required_up(shot.params)
-    if num_up < needed:
-        yield f"it needs {needed} groups that are up, {num_up} of {len(view.groups)} are"
-    num_targets, num_hit = fault.num_targets(shot.params), fault.num_hit(shot.params)
-    if num_targets and num_down + num_hit > limits.max_down:
-        yield f"{num_down + num_hit} groups would be down or under a fault, limits.max_down is {limits.max_down}"
-    for named in (shot.replica, shot.params.get("peer")):
-        if named is not None and not view.groups[int(named)].up:
-            yield f"group {named:g} is not up"
-    if len(_choose(shot, fault, view, limits)) < num_targets:
+    if num_up < fault.required_up:
+        yield f"it needs {fault.required_up} groups that are up, {num_up} of {len(view.groups)} are"
+    num_under = num_down + fault.num_hit
+    if fault.num_targets and num_under > limits.max_down:
+        yield f"{num_under} groups would be down or under a fault, limits.max_down is {limits.max_down}"
+    for replica in fault.groups_given(shot.replica):
+        if not view.groups[replica].up:
+            yield f"group {replica} is not up"
+    if len(_choose(shot, view, limits)) < fault.num_targets:
         yield "no group is up that may be a target"
 
 
-def _choose(shot: Shot, fault: Fault, view: View, limits: Limits) -> list[GroupView]:
+def _choose(shot: Shot, view: View, limits: Limits) -> list[GroupView]:
     """Return the groups to hit; fewer than the fault has targets when there are not enough that may be."""
-    groups = _candidates(shot, fault, view, limits)
-    if fault.scope != "link":
-        return groups[: fault.num_targets(shot.params)]
-    peer = shot.params.get("peer")
+    groups = _candidates(shot, view, limits)
+    if not isinstance(shot.fault, LinkDead):
+        return groups[: shot.fault.num_targets]
+    peer = shot.fault.peer
     ends = [group for group in groups if group.replica != peer][:1]
-    others = _candidates(replace(shot, replica=None if peer is None else int(peer)), fault, view, limits, draw="peer")
+    others = _candidates(replace(shot, replica=peer), view, limits, draw="peer")
     return [*ends, *[group for group in others if group not in ends][:1]]
 
 
-def _candidates(shot: Shot, fault: Fault, view: View, limits: Limits, draw: str = "replica") -> list[GroupView]:
+def _candidates(shot: Shot, view: View, limits: Limits, draw: str = "replica") -> list[GroupView]:
     """Return the groups that may be targets now, those to take first in front; each `draw` has an order of its own."""
     groups = [
         group
@@ -199,7 +196,7 @@ def _candidates(shot: Shot, fault: Fault, view: View, limits: Limits, draw: str 
         and shot.replica in (None, group.replica)
         and (shot.rank is None or shot.rank < group.num_ranks)
     ]
-    if CHECKPOINT in fault.needs:
+    if Need.CHECKPOINT in shot.fault.needs:
         # Only the first group that contributes saves; elsewhere the fault would do nothing.
         return sorted(groups, key=lambda group: group.replica)
     # Each group draws for itself: which others are up does not change the order of two groups, and so a replay that
@@ -207,8 +204,8 @@ def _candidates(shot: Shot, fault: Fault, view: View, limits: Limits, draw: str 
     return sorted(groups, key=lambda group: _source(shot.seed, draw, group.replica).random())
 
 
-def _rank(shot: Shot, fault: Fault, group: GroupView) -> int | None:
+def _rank(shot: Shot, group: GroupView) -> int | None:
     """Return the rank of a group to hit, or None for all of its ranks."""
-    if fault.scope != "rank" or shot.rank is not None:
+    if shot.fault.scope != "rank" or shot.rank is not None:
         return shot.rank
     return _source(shot.seed, "rank").randrange(group.num_ranks)

@@ -4,37 +4,26 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from titan_ft.chaos.disturbance import Disturbance
 from titan_ft.chaos.job import Job
 from titan_ft.chaos.outcomes import Outcomes
-from titan_ft.chaos.processes import Processes, Reach, Unreachable, Worker
+from titan_ft.chaos.processes import Processes, Reach, Unreachable
 from titan_ft.chaos.schedule import Injection, Shot
+from titan_ft.faults.outside import KillGroup, Signal
 from titan_ft.run.events import Target
-
-KILL_AGENT = "kill_agent"
-_SIGNALS = {
-    KILL_AGENT: signal.SIGKILL,
-    "kill_lighthouse": signal.SIGKILL,
-    "kill_rank": signal.SIGKILL,
-    "kill_group": signal.SIGKILL,
-    "kill_groups": signal.SIGKILL,
-    "term_group": signal.SIGTERM,
-    "stop_rank": signal.SIGSTOP,
-    "stop_group": signal.SIGSTOP,
-}
 
 
 @dataclass(eq=False)
-class _Stopped:
-    """Workers that got SIGSTOP and have not got SIGCONT yet."""
+class _Lasting:
+    """A fault that is to be undone."""
 
     due: float
+    fault: Signal
     shot: Shot
     target: Target
     reach: Reach
@@ -42,7 +31,7 @@ class _Stopped:
 
 
 class Signals:
-    """Signal workers and the lighthouse.
+    """Start and stop the faults from outside.
 
     Args:
         clock: returns seconds that only go forward.
@@ -59,36 +48,41 @@ class Signals:
     ) -> None:
         self._job, self._processes, self._outcomes = job, processes, outcomes
         self._clock, self._wall = clock, wall
-        self._stopped: list[_Stopped] = []
+        self._lasting: list[_Lasting] = []
 
     @property
     def busy(self) -> bool:
-        """Tell whether workers are stopped."""
-        return bool(self._stopped)
+        """Tell whether a fault is still to be undone."""
+        return bool(self._lasting)
 
-    def send(self, aimed: Injection, lighthouse_pid: int | None) -> None:
-        """Signal those targets that can be.
-
-        Args:
-            lighthouse_pid: process of the job's lighthouse on this host, None while there is none.
+    def send(self, aimed: Injection) -> None:
+        """Hit those targets that are there.
 
         Raises:
-            Unreachable: none can be.
+            Unreachable: none is.
         """
+        shot, fault = aimed.shot, aimed.shot.fault
+        assert isinstance(fault, Signal), "agents carry out the others"
         held: list[tuple[Target, Reach]] = []
         missed: list[tuple[Target, Unreachable]] = []
         for target in aimed.targets:
             try:
-                held.append((target, self._reach(target, lighthouse_pid, agent=aimed.fault.name == KILL_AGENT)))
+                held.append((target, self._reach(fault, target)))
             except Unreachable as error:
                 missed.append((target, error))
         if not held:
             raise missed[0][1]
+        num_held = len(held)
         # All are held before the first is signalled: several groups are to die at once.
-        num_hit = sum([self._hit(aimed, target, reach) for target, reach in held])
+        for target, reach in held:
+            try:
+                self._hit(fault, shot, target, reach, fault.params)
+            except Unreachable as error:
+                missed.append((target, error))
+                num_held -= 1
         for target, reason in missed:
-            self._outcomes.missed(aimed.shot, target, str(reason))
-        self._outcomes.count(num_hit > 0)
+            self._outcomes.missed(shot, target, str(reason))
+        self._outcomes.count(num_held > 0)
 
     def provoke(self, aimed: Injection, order: Callable[[], None]) -> None:
         """Kill the target so that there is a heal to disturb.
@@ -100,66 +94,63 @@ class Signals:
             Unreachable: it is not there.
         """
         (target,) = aimed.targets
-        assert target.replica is not None, "a group is killed, not the lighthouse"
-        reach = self._reach(target)
+        reach = self._reach(KillGroup(), target)
         try:
             order()
-            self._outcomes.injecting("kill_group", target, aimed.shot, {"provokes": aimed.fault.name})
-            with suppress(Unreachable):  # it ended just now by itself, and will heal as well
-                reach.send(signal.SIGKILL)
-        finally:
+        except BaseException:
             reach.close()
-        group = self._job.group(target.replica)
-        group.disturbances.append(Disturbance("restart", group.life))
-        self._outcomes.hit("kill_group", target, f", for {aimed.fault.name}")
+            raise
+        name = aimed.shot.fault.name
+        with suppress(Unreachable):  # it ended just now by itself, and will heal as well
+            self._hit(KillGroup(), aimed.shot, target, reach, {"provokes": name}, f", for {name}")
 
     def undo(self, until: float) -> None:
         """Let those go on whose time is over then. One that was killed meanwhile is not stopped either."""
-        due = [one for one in self._stopped if one.due <= until]
+        due = [one for one in self._lasting if one.due <= until]
         for one in due:
             with suppress(Unreachable):
-                one.reach.send(signal.SIGCONT)
+                one.fault.stop(one.reach)
             one.reach.close()
-            self._stopped.remove(one)
+            self._lasting.remove(one)
             one.disturbance.undo(self._wall())
         for one in due:  # announced when all of them go on, because the disk may be full
             self._outcomes.undone(one.shot, one.target)
 
-    def _reach(self, target: Target, lighthouse_pid: int | None = None, *, agent: bool = False) -> Reach:
-        if target.lighthouse:
-            if lighthouse_pid is None:
-                raise Unreachable("the lighthouse does not run right now")
-            workers = [Worker("the lighthouse", lighthouse_pid, host="")]
-            return self._processes.reach(workers, workers)
-        workers = self._job.agents(target) if agent else self._job.workers(target)
-        if agent and not workers:
-            raise Unreachable(f"the agent of group {target.replica} is not known")
-        if not workers:
-            raise Unreachable(f"no worker of group {target.replica} has said where it runs")
-        return self._processes.reach(workers, self._job.everyone())
+    def _reach(self, fault: Signal, target: Target) -> Reach:
+        return self._processes.reach(fault.processes(self._job, target), self._job.everyone())
 
-    def _hit(self, aimed: Injection, target: Target, reach: Reach) -> bool:
-        """Signal one target, announced just before; return whether anybody was hit."""
-        fault, shot, signum = aimed.fault, aimed.shot, _SIGNALS[aimed.fault.name]
-        life = 0 if target.replica is None else self._job.group(target.replica).life
-        disturbance = Disturbance.of(aimed, target, life)
-        self._outcomes.injecting(fault.name, target, shot, shot.params)
-        stopped: _Stopped | None = None
-        if signum == signal.SIGSTOP:
-            stopped = _Stopped(self._clock() + shot.params["seconds"], shot, target, reach, disturbance)
-            self._stopped.append(stopped)  # before the signal: an interrupt may come right behind it
+    def _hit(
+        self,
+        fault: Signal,
+        shot: Shot,
+        target: Target,
+        reach: Reach,
+        params: Mapping[str, float | str],
+        why: str = "",
+    ) -> None:
+        """Start a fault at one target, announced just before, and take over what holds the target.
+
+        Raises:
+            Unreachable: it has just ended.
+        """
+        group = None if target.replica is None else self._job.group(target.replica)
+        disturbance = Disturbance.of(fault, shot, target, 0 if group is None else group.life)
+        self._outcomes.injecting(fault.name, target, shot, params)
+        lasting: _Lasting | None = None
+        if fault.seconds_it_lasts:
+            lasting = _Lasting(self._clock() + fault.seconds_it_lasts, fault, shot, target, reach, disturbance)
+            self._lasting.append(lasting)  # before the signal: an interrupt may come right after it
         try:
-            reach.send(signum)
-        except Unreachable as error:
-            if stopped is not None:
-                self._stopped.remove(stopped)
-            reach.close()
-            self._outcomes.missed(shot, target, str(error))
-            return False
-        if stopped is None:
-            reach.close()
+            fault.start(reach)
+        except Unreachable:
+            if lasting is not None:
+                self._lasting.remove(lasting)
+            lasting = None
+            raise
+        finally:
+            if lasting is None:
+                reach.close()
         disturbance.begin(self._wall())
-        if target.replica is not None:
-            self._job.group(target.replica).disturbances.append(disturbance)
-        self._outcomes.hit(fault.name, target)
-        return True
+        if group is not None:
+            group.disturbances.append(disturbance)
+        self._outcomes.hit(fault.name, target, why)

@@ -14,10 +14,6 @@ from dataclasses import dataclass, field
 
 from titan_ft.run import events as ev
 
-STOPS = ("stop_rank", "stop_group")
-DEADLOCKS = ("deadlock",)
-_DEADLY = ("segfault", "out_of_memory", "exception")
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -37,9 +33,14 @@ class Fault:
     """When it was undone, as the events or its own parameters say; for a lighthouse, when the next one listened."""
 
     @property
+    def outcome(self) -> str:
+        """What to expect of the target: see `titan_ft.faults.fault.Outcome`."""
+        return expected_outcome(self.name)
+
+    @property
     def deadly(self) -> bool:
         """Whether it ends a process at once."""
-        return not self.lighthouse and (self.name.startswith(("kill", "sigkill")) or self.name in _DEADLY)
+        return self.outcome == "killed"
 
 
 class InjectedFaults:
@@ -152,6 +153,13 @@ class Attempt:
             self.stopped = self.stopped or not self.failed
         elif cause is not None and not self.failed and not (self.drained_us is not None and cause == "SIGTERM"):
             self.ended_by, self.error, self.stopped = cause, event.error or "", False
+
+
+def expected_outcome(fault: str) -> str:
+    """Return what to expect of the target of a fault of that name: see `titan_ft.faults.fault.Outcome`."""
+    from titan_ft.faults.catalogue import read_outcome  # a run that nobody breaks loads nothing of what breaks runs
+
+    return read_outcome(fault)
 
 
 def microseconds(event: ev.Event) -> int:

@@ -36,7 +36,6 @@ from titan_ft.run.events import DigestMismatch, Event, HealFinished, LinkDead, P
 
 Commits = Mapping[int, Sequence[StepCommitted]]
 """Those of each group, in order of time."""
-_ASK_TO_LEAVE = ("term_group",)
 EFFECT_SECONDS = 60.0
 """So long after a fault is over, its group may drop out because of it: a corrupt state shows at the next digest."""
 BREAK_SECONDS = 15.0
@@ -355,7 +354,8 @@ def _is_of(incident: Fault | None, fault: Fault | None) -> bool:
 def _asked_to_leave(one: _Open, attempt: Attempt) -> bool:
     """Tell whether an incident is the fault that asked an attempt to leave."""
     left = attempt.drained_us or 0
-    return one.name in _ASK_TO_LEAVE and attempt.replica in one.groups and attempt.begin_us <= one.time_us <= left
+    asks = one.fault is not None and one.fault.outcome == "left"
+    return asks and attempt.replica in one.groups and attempt.begin_us <= one.time_us <= left
 
 
 def _last_with_their_gradients(one: _Open, record: RunRecord, commits: Commits) -> int:

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from titan_ft.history.attempts import DEADLOCKS, STOPS, Attempt, microseconds
+from titan_ft.history.attempts import Attempt, microseconds
 from titan_ft.history.intervals import STATES, Interval, Strip
 from titan_ft.history.record import RunRecord, view
 from titan_ft.run import events as ev
@@ -121,7 +121,7 @@ class GroupFold:
             if index + 1 == len(self._attempts):
                 self._rest(attempt)
         for fault in self._record.faults:
-            if fault.replica == self._replica and fault.name in STOPS:
+            if fault.replica == self._replica and fault.outcome == "frozen":
                 resumed = fault.undone_us or self._next_word(fault.time_us)
                 over = set(STATES) - _AWAY
                 strip.paint(fault.time_us, resumed, "hung", over, f"stopped ({fault.name})")
@@ -288,7 +288,7 @@ class GroupFold:
     def _hung_since(self, attempt: Attempt, cursor: int) -> int | None:
         """Return since when an attempt that has not gone on after `cursor` hung; None if it did not."""
         for fault in self._record.faults:
-            hit = fault.replica == self._replica and fault.name in DEADLOCKS
+            hit = fault.replica == self._replica and fault.outcome == "hung"
             if hit and cursor <= fault.time_us <= (attempt.hung_us or attempt.exit_us or 0):
                 return fault.time_us
         if attempt.hung_us is None or attempt.hung_us < cursor:

@@ -219,7 +219,7 @@ class MetricsServer:
 
     def _begin_faults(self) -> None:
         """Let the counters of all kinds of faults begin with 0, now that there will be some."""
-        from titan_ft.chaos.faults import FAULTS  # a run that nobody breaks loads nothing of what breaks runs
+        from titan_ft.faults.catalogue import FAULTS  # a run that nobody breaks loads nothing of what breaks runs
 
         for fault in FAULTS:
             self._faults.labels(fault)

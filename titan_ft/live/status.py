@@ -352,7 +352,7 @@ def _is_first_to_train(groups: Groups, replica: int) -> bool:
 
 def _hits_groups(event: ev.FaultEvent) -> bool:
     """Tell whether a fault is one that hits whole groups."""
-    from titan_ft.chaos.faults import FAULTS  # a run that nobody breaks loads nothing of what breaks runs
+    from titan_ft.faults.catalogue import FAULTS  # a run that nobody breaks loads nothing of what breaks runs
 
     fault = FAULTS.get(event.fault)
     return fault is not None and fault.scope in ("group", "groups", "link")

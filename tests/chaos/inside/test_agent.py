@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.event_builder import untyped
 from titan_ft import device
-from titan_ft.chaos.faults import FAULTS
-from titan_ft.chaos.inside import blackhole, faults
+from titan_ft.chaos.inside import blackhole
 from titan_ft.chaos.inside import task as task_module
 from titan_ft.chaos.inside.agent import ChaosAgent
 from titan_ft.chaos.inside.target_worker import TargetWorker
@@ -85,7 +84,7 @@ class Worker:
         self.steps = 0
 
     def order(self, fault: str, **fields: Any) -> None:
-        params = fields.pop("params", dict(FAULTS[fault].params) if fault in FAULTS else {})
+        params = fields.pop("params", {})
         Order(fault=fault, **{"replica": 0, "rank": 0, "seed": 3, "shot": 1, **fields}, params=params).give(self.orders)
 
     def step(self) -> None:
@@ -175,12 +174,6 @@ def test_without_orders_nothing_is_touched(worker: Worker) -> None:
     }
     assert worker.server.send is untouched[0]
     assert FileSystem.create_stream is untouched[1]
-
-
-def test_the_catalogue_is_complete() -> None:
-    """The agent knows exactly the faults that are the agent's."""
-    known = {*faults.AT_ONCE, *faults.IN_WAITING}
-    assert known == {name for name, fault in FAULTS.items() if fault.by == "agent"}
 
 
 def test_an_exception_strikes_once(worker: Worker) -> None:

@@ -67,8 +67,6 @@ from torchtitan.protocols.model_converter import register_model_converter
 from harness import flavor
 from harness.events import Computed
 from harness.mask import mask_labels
-from titan_ft.chaos.faults import FAULTS
-from titan_ft.chaos.inside.faults import IN_WAITING
 from titan_ft.chaos.inside.target_worker import TargetWorker
 from titan_ft.chaos.inside.task import Task
 from titan_ft.chaos.orders import Order
@@ -77,6 +75,7 @@ from titan_ft.engine import heal
 from titan_ft.engine.catch_up import CatchUp
 from titan_ft.engine.drain import Drain
 from titan_ft.engine.step import ReplicaDimension
+from titan_ft.faults.catalogue import make_fault
 from titan_ft.gradients.bucket import Count
 from titan_ft.gradients.exchange import GradientExchange, _Flight
 from titan_ft.membership.membership import Membership
@@ -411,9 +410,9 @@ def install_chaos() -> None:
                     folder=WORKER.markers,
                     step=step,
                 )
-                order = Order(fault=what["fault"], params=dict(FAULTS[what["fault"]].params), seed=step, shot=0)
+                order = Order(fault=what["fault"], params={}, seed=step, shot=0)
                 task = Task(order, WORKER.events, (SETTINGS["replica"], SETTINGS["rank"]), None)
-                IN_WAITING[order.fault](task, worker)
+                make_fault(order.fault, {}).start(task, worker)
                 worker.between_steps.popleft()()
 
     before(ReplicaTrainer, "train_step", lambda trainer, *_: strike(trainer, trainer.step, "nan_gradient"))

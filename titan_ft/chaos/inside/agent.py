@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from titan_ft.chaos.faults import FAULTS
-from titan_ft.chaos.inside.faults import AT_ONCE, IN_WAITING
 from titan_ft.chaos.inside.link import Location
 from titan_ft.chaos.inside.target_worker import TargetWorker
 from titan_ft.chaos.inside.task import Task
 from titan_ft.chaos.orders import LIFETIME_SECONDS, Order
+from titan_ft.faults.catalogue import FAULTS, make_fault
+from titan_ft.faults.inside import InWorker
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import FileTail
@@ -89,18 +89,14 @@ class ChaosAgent:
     def _take(self, order: Order) -> None:
         if not self._is_for_me(order):
             return
-        scope = FAULTS[order.fault].scope if order.fault in FAULTS else "rank"
-        # A fault of a group or a link is carried out by each of its ranks, any other by one rank that the order fits.
-        one_of_many = order.replica is None or (order.rank is None and scope not in ("group", "link"))
-        claim = self._worker.folder / f"{order.id}.taken" if one_of_many or scope == "donor" else None
+        fault = make_fault(order.fault, order.params) if order.fault in FAULTS else None
+        each_rank = isinstance(fault, InWorker) and fault.each_rank
+        one_of_many = order.replica is None or (order.rank is None and not each_rank)
+        claim = self._worker.folder / f"{order.id}.taken" if one_of_many else None
         task = Task(order, self._events, (self._replica, self._rank), claim)
-        if order.fault in AT_ONCE:
-            threading.Thread(
-                target=AT_ONCE[order.fault], args=(task, self._worker), name=f"titan_ft_{order.fault}", daemon=True
-            ).start()
-        elif order.fault in IN_WAITING:
+        if isinstance(fault, InWorker):
             self._waiting.append(task)
-            IN_WAITING[order.fault](task, self._worker)
+            fault.start(task, self._worker)
         else:
             task.skip("this worker's agent does not know it")
 

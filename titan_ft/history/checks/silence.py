@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from titan_ft.history.attempts import expected_outcome
 from titan_ft.history.checks.foundation import clock_jumps, object_to_absence
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.crashes import find_crashes
@@ -34,19 +35,8 @@ NOTED: tuple[type[ev.Event], ...] = (
     ev.EventsDropped,
 )
 """Nothing that breaks a promise by itself, but worth knowing."""
-DEADLY = (
-    "kill_rank",
-    "kill_group",
-    "kill_groups",
-    "kill_agent",
-    "term_group",
-    "segfault",
-    "deadlock",
-    "out_of_memory",
-    "exception",
-    "sigkill_group",
-)
-"""Faults after which the target's processes must be seen to end."""
+ENDS = ("killed", "left", "hung")
+"""Outcomes of faults after which the target's processes must be seen to end."""
 END_SECONDS = 30.0
 """A group that ends so shortly before the launch does is not started again."""
 CLOCK_SECONDS = 1.0
@@ -184,9 +174,10 @@ def _check_faults(record: RunRecord, found: Judgement, jumped: bool) -> int:
     seen = 0
     for event in record.of(ev.FaultInjected):
         later: Sequence[ev.Event]
-        if event.fault == "kill_lighthouse":
+        outcome = expected_outcome(event.fault)
+        if outcome == "relaunched":
             later = [*record.of(ev.LighthouseRestarted), *record.of(ev.LaunchFinished)]
-        elif event.fault in DEADLY:
+        elif outcome in ENDS:
             later = [] if event.target.replica is None else ends[event.target.replica]
         else:
             continue

@@ -43,7 +43,7 @@ def convert(kind: type[T], values: Any, name: str = "", note: str = "") -> T:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name} must be a table, got {values!r}; write its keys below it")
     prefix = f"{name}." if name else ""
-    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     tag = kind.__struct_config__.tag_field
     check_keys(prefix, values, [*([tag] if tag else []), *fields], note)
     try:
@@ -55,9 +55,11 @@ def convert(kind: type[T], values: Any, name: str = "", note: str = "") -> T:
         if found is None:  # a message of a version of msgspec that words it in another way
             raise ConfigError(f"{prefix or 'the file '}must have the right fields: {error}") from error
         key = found[1] or found[2]
-        metas = list(_metas(fields[key]))
+        default = fields[key].default
+        usual = f"the default is {default:g}" if isinstance(default, int | float) else "correct it"
+        metas = list(_metas(fields[key].type))
         rule = next((meta.title for meta in metas if meta.title), "of another type")
-        remedy = next((meta.description for meta in metas if meta.description), "correct it")
+        remedy = next((meta.description for meta in metas if meta.description), usual)
         what = f"must be {rule}, got {values[key]!r}" if key in values else "must be set, got nothing"
         raise ConfigError(f"{prefix}{key} {what}; {remedy}") from error
 

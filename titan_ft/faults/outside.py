@@ -1,0 +1,133 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The faults from outside: signals to processes of a run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from titan_ft.faults.fault import Ending, Fault, Need
+from titan_ft.faults.schema import Count, PositiveNumber
+
+if TYPE_CHECKING:
+    from titan_ft.chaos.job import Job
+    from titan_ft.chaos.processes import Reach, Worker
+    from titan_ft.run.events import Target
+
+
+class Signal(Fault, frozen=True):
+    """A signal to processes of the run."""
+
+    ends: ClassVar[Ending] = "restart"
+    signum: ClassVar[signal.Signals]
+
+    def processes(self, job: Job, target: Target) -> Sequence[Worker]:
+        """Return the processes to hit.
+
+        Raises:
+            Unreachable: they are not known.
+        """
+        return job.workers(target)
+
+    def start(self, processes: Reach) -> None:
+        """Hit the processes. Raises Unreachable when none of them is left."""
+        processes.send(self.signum)
+
+    def stop(self, processes: Reach) -> None:
+        """Undo it after `seconds_it_lasts`. Raises Unreachable when none of them is left."""
+
+
+class _Kill(Signal, frozen=True):
+    outcome = "killed"
+    category = "process killed"
+    signum = signal.SIGKILL
+
+
+class KillRank(_Kill, frozen=True):
+    """SIGKILL to one rank."""
+
+    name = "kill_rank"
+    scope = "rank"
+
+
+class KillGroup(_Kill, frozen=True):
+    """SIGKILL to all ranks of a group."""
+
+    name = "kill_group"
+    scope = "group"
+
+
+class KillGroups(_Kill, frozen=True):
+    """SIGKILL to `count` groups at once."""
+
+    name = "kill_groups"
+    scope = "groups"
+    count: Count = 2
+
+    @property
+    def num_targets(self) -> int:
+        return self.count
+
+
+class KillAgent(_Kill, frozen=True):
+    """SIGKILL to the process that keeps a group's workers, and to no other."""
+
+    name = "kill_agent"
+    scope = "group"
+    needs = frozenset({Need.KEEPER})
+
+    def processes(self, job: Job, target: Target) -> Sequence[Worker]:
+        return job.agent(target)
+
+
+class TermGroup(Signal, frozen=True):
+    """SIGTERM to a group, which finishes its step and leaves."""
+
+    name = "term_group"
+    scope = "group"
+    outcome = "left"
+    category = "process killed"
+    signum = signal.SIGTERM
+
+
+class _Stop(Signal, frozen=True):
+    outcome = "frozen"
+    category = "stopped or slow"
+    ends = "undone"
+    signum = signal.SIGSTOP
+    seconds: PositiveNumber = 10.0
+
+    def stop(self, processes: Reach) -> None:
+        processes.send(signal.SIGCONT)
+
+
+class StopRank(_Stop, frozen=True):
+    """SIGSTOP to one rank, SIGCONT `seconds` later."""
+
+    name = "stop_rank"
+    scope = "rank"
+
+
+class StopGroup(_Stop, frozen=True):
+    """SIGSTOP to a group, SIGCONT `seconds` later."""
+
+    name = "stop_group"
+    scope = "group"
+
+
+class KillLighthouse(Signal, frozen=True):
+    """SIGKILL to the launcher's lighthouse."""
+
+    name = "kill_lighthouse"
+    scope = "lighthouse"
+    outcome = "relaunched"
+    category = "lighthouse killed"
+    signum = signal.SIGKILL
+    takes_down = False
+    min_up = 1
+    needs = frozenset({Need.LIGHTHOUSE})
+
+    def processes(self, job: Job, target: Target) -> Sequence[Worker]:
+        return job.lighthouse()
