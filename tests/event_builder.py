@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +17,8 @@ from titan_ft.run.events import Event, kinds
 from titan_ft.run.log import encode
 
 E = TypeVar("E", bound=Event)
+# A run of a test has hundreds of events, and each look at a class evaluates its annotations anew.
+_fields_of: Callable[[Any], tuple[Any, ...]] = functools.cache(msgspec.structs.fields)
 
 
 def named(name: str) -> type[Event]:
@@ -45,7 +48,7 @@ def build(kind: type[E], /, **fields: Any) -> E:
         ValueError: the class has no such field, or a value is not of the field's type.
     """
     usual: dict[str, Any] = {"time": 0.0, "mono": fields.get("time", 0.0), "pid": 1, "exchanges": 1, "in_order": True}
-    header = {field.name: field.default for field in msgspec.structs.fields(kind)}
+    header = {field.name: field.default for field in _fields_of(kind)}
     usual |= {name: 0 for name in ("replica", "rank", "attempt") if header[name] is not None}
     if "step" in kind.__struct_fields__ and "lineage" in kind.__struct_fields__:
         step = fields.get("step", 0)
@@ -62,7 +65,7 @@ def typed(fields: Mapping[str, Any]) -> Any:
 def change(told: Event, **fields: Any) -> None:
     """Let an event tell other values."""
     for name, value in fields.items():
-        form = next(field.type for field in msgspec.structs.fields(type(told)) if field.name == name)
+        form = next(field.type for field in _fields_of(type(told)) if field.name == name)
         setattr(told, name, _convert(form, value, name))
 
 
@@ -81,7 +84,7 @@ def _fill(kind: type[Any], fields: Mapping[str, Any]) -> Any:
     if unknown:
         raise ValueError(f"{kind.__name__} must have the field {min(unknown)}, and has not; see docs/events.md")
     values = {}
-    for field in msgspec.structs.fields(kind):
+    for field in _fields_of(kind):
         if field.name in fields:
             values[field.name] = _convert(field.type, fields[field.name], f"{kind.__name__}.{field.name}")
         elif field.required:
