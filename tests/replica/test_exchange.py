@@ -1044,7 +1044,7 @@ def payload(operation: str, seed: int, num_members: int, columns: int) -> torch.
 )
 def test_the_timeout_bounds_a_slice_and_not_a_bucket(ring: Ring, operation: str) -> None:
     """On a link that is slow, but works, what takes longer than the timeout arrives: Gloo waits for it as a whole."""
-    seconds, timeout, size = 5.0, 2.0, 40 << 20  # Gloo waits for halves of it; for those of a slice, a quarter second
+    seconds, timeout, size = 2.5, 1.0, 20 << 20  # Gloo waits for halves of it; for those of a slice, a quarter second
     made, groups = flights(ring, 2, timeout)
     for link in [link for group in groups for link in group._links]:
         with borrowed_socket(*link) as connection:

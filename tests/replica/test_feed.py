@@ -26,10 +26,13 @@ NUM_SLOTS = 2
 Build = Callable[[int], Any]
 
 
-KINDS = ["in memory", "streamed", "shuffled, epochs", "workers", "streamed, workers", "shuffled, epochs, workers"]
+KINDS = ("in memory", "shuffled, epochs", "shuffled, epochs, workers")
+PLAINER_KINDS = ("streamed", "workers", "streamed, workers")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in PLAINER_KINDS)]
+)
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
     """torchtitan's own loader over a map-style or a streaming Hugging Face dataset, with and without workers.
 
