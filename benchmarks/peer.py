@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.tries import InnerStepMade, StepTried
-from titan_ft import device
+from titan_ft.host import cpu
 from titan_ft.run.events import WorkerStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import exit_with_parent
@@ -35,7 +35,7 @@ def main() -> None:
     """Run one worker of one replica group."""
     exit_with_parent()
     digest_every = _take_observe_flag()
-    device.prepare()
+    cpu.prepare()
     # Only now: torchtitan reads the device, and the command line, when it is imported.
     import torchtitan.experiments.ft.train as peer
     from torchtitan.config import ConfigManager

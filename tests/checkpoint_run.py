@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from tests.event_builder import untyped
-from titan_ft import device
+from titan_ft.host import cpu
 from titan_ft.run.events import Event
 
-device.prepare()
+cpu.prepare()
 
 from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageReader  # noqa: E402
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 
 def parameters(function: Any) -> list[str]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from titan_ft import device
 from titan_ft.config import ConfigError
+from titan_ft.host import cpu
 
 cpu_only = pytest.mark.skipif(not device.on_cpu(), reason="needs a machine without an accelerator")
 
@@ -17,16 +18,16 @@ cpu_only = pytest.mark.skipif(not device.on_cpu(), reason="needs a machine witho
 @cpu_only
 def test_prepare_twice_is_prepare_once() -> None:
     """The barrier is wrapped once, however often the seam is asked for."""
-    device.prepare()
+    cpu.prepare()
     barrier = dist.barrier
-    device.prepare()
+    cpu.prepare()
     assert dist.barrier is barrier
 
 
 @cpu_only
 def test_torchtitan_finds_a_cpu_and_its_memory_monitor_works() -> None:
     """torchtitan's own modules see the device "cpu", and its metrics get numbers."""
-    device.prepare()
+    cpu.prepare()
     from torchtitan.components.metrics import build_device_memory_monitor
     from torchtitan.tools import utils
 
@@ -39,7 +40,7 @@ def test_torchtitan_finds_a_cpu_and_its_memory_monitor_works() -> None:
 @cpu_only
 def test_experts_train() -> None:
     """torchtitan's mixture of experts routes, computes and counts without its kernels."""
-    device.prepare()
+    cpu.prepare()
     from torchtitan.models.moe import MoE, MoEArgs
     from torchtitan.models.moe.kernels import generate_permute_indices
 
@@ -47,7 +48,7 @@ def test_experts_train() -> None:
     with torch.no_grad():
         layer.init_weights(0.02, torch.device("cpu"))
     for _ in range(2):  # a model of several parts is adapted part by part
-        device.adapt_model(layer)
+        cpu.adapt_model(layer)
     out = layer(torch.randn(3, 5, 8))
     out.sum().backward()
     assert layer.tokens_per_expert.sum() == 3 * 5 * 2
@@ -59,7 +60,7 @@ def test_experts_train() -> None:
 @cpu_only
 def test_barrier_takes_device_ids() -> None:
     """Gloo refuses device_ids; the wrapped barrier drops them."""
-    device.prepare()
+    cpu.prepare()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -215,6 +216,6 @@ def test_context_parallelism_on_cpu_needs_an_attention_that_it_knows() -> None:
     """Any other would end with an error about a missing sharding strategy in the first step."""
     from torchtitan.models.attention import FlexAttentionWrapper, ScaledDotProductAttentionWrapper
 
-    device.adapt_attention(torch.nn.Sequential(ScaledDotProductAttentionWrapper()), "headtail")
+    cpu.adapt_attention(torch.nn.Sequential(ScaledDotProductAttentionWrapper()), "headtail")
     with pytest.raises(ConfigError, match=r"context_parallel_degree must be 1 on CPU .* got Sequential; use a flavor"):
-        device.adapt_attention(torch.nn.Sequential(FlexAttentionWrapper()), "headtail")
+        cpu.adapt_attention(torch.nn.Sequential(FlexAttentionWrapper()), "headtail")

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()  # before anything imports torchtitan, which reads the device at import
+cpu.prepare()  # before anything imports torchtitan, which reads the device at import
 
 from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()  # before anything imports torchtitan, which reads the device at import
+cpu.prepare()  # before anything imports torchtitan, which reads the device at import
 
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402

@@ -1,10 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Everything that differs between CPU and GPU.
-
-torchtitan 0.2.2 assumes an accelerator. `prepare` makes it run, unmodified, on a machine that has none; it must be
-called before the first import of a torchtitan module, because `torchtitan.tools.utils` reads the device at import.
-"""
+"""The device that this process computes on, and the calls that differ between CPU and GPU."""
 
 from __future__ import annotations
 
@@ -16,14 +12,11 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-import torch._utils
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from titan_ft.config import ConfigError
 from titan_ft.pinned import PinnedMemory
@@ -64,124 +57,6 @@ def memory_bytes() -> int | None:
             return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return None
-
-
-def prepare() -> None:
-    """Make torchtitan importable and runnable on this machine's device; does nothing where there is an accelerator."""
-    if not on_cpu():
-        return
-    torch._utils._get_available_device_type = lambda: "cpu"
-    # torchtitan's memory monitor asks its device module for these five; torch.cpu has none of them.
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cpu: Any = torch.cpu
-    cpu.get_device_name = lambda device=None: "CPU"
-    cpu.get_device_properties = lambda device=None: SimpleNamespace(name="CPU", total_memory=memory_bytes)
-    cpu.reset_peak_memory_stats = lambda device=None: None
-    cpu.empty_cache = lambda: None
-    cpu.memory_stats = lambda device=None: {"active_bytes.all.peak": 0, "reserved_bytes.all.peak": 0}
-    if not hasattr(dist.barrier, "without_device_ids"):
-        dist.barrier = _barrier_without_device_ids(dist.barrier)
-
-
-def _barrier_without_device_ids(barrier: Any) -> Any:
-    """Drop `device_ids`, which torchtitan's `set_pg_timeouts` passes and Gloo refuses."""
-
-    def wrapped(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        return barrier(group=group, async_op=async_op)
-
-    wrapped.without_device_ids = True  # type: ignore[attr-defined]  # marks the wrapper, so prepare() is idempotent
-    return wrapped
-
-
-def adapt_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Let a parallelized model train on this machine's device.
-
-    On a CPU, FSDP reduces by a plain sum: Gloo has no pre-multiplied sum for the divide factor that torchtitan sets.
-    Mixtures of experts go the ways that torchtitan has beside its kernels.
-    """
-    if on_cpu():
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "use_grouped_mm"):
-                module.use_grouped_mm = False  # type: ignore[assignment]  # a bool, no module
-                _replace_expert_kernels()
-    return model
-
-
-def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
-    """Let context parallelism work on CPU, whose attention kernel torch's ring attention does not know.
-
-    Each rank gathers the keys and values of the whole sequence. Nothing to do where there is an accelerator.
-
-    Args:
-        load_balancer: `parallelism.context_parallel_load_balancer`, by which torchtitan deals out the sequence.
-
-    Raises:
-        ConfigError: the model does not use torchtitan's SDPA module.
-    """
-    if not on_cpu():
-        return
-    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-
-    modules = [module for module in model.modules() if isinstance(module, ScaledDotProductAttentionWrapper)]
-    if not modules:
-        raise ConfigError(
-            "parallelism.context_parallel_degree must be 1 on CPU for a model whose attention is not torchtitan's "
-            f"ScaledDotProductAttentionWrapper, got {type(model).__name__}; use a flavor with SDPA, or GPUs"
-        )
-    for module in modules:
-        module.forward = functools.partial(_attend_gathered, balanced=load_balancer == "headtail")
-
-
-def _attend_gathered(
-    q: DTensor,
-    k: DTensor,
-    v: DTensor,
-    *,
-    balanced: bool,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    is_causal: bool = True,
-) -> DTensor:
-    """Attend as ScaledDotProductAttentionWrapper does, with sequences sharded over the ranks; [batch, head, seq, dim].
-
-    `balanced` says that rank i of n has the pieces i and 2n-1-i of 2n, else it has the i-th of n.
-    """
-    mesh = q.device_mesh
-    # Each rank's loss depends on all keys and values: the gradients are partial sums.
-    keys, values = (x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()]) for x in (k, v))
-    size, rank = mesh.size(), mesh.get_local_rank()
-    positions = torch.arange(keys.shape[2])
-    if balanced:
-        pieces = positions.chunk(2 * size)
-        positions = torch.cat([piece for i in range(size) for piece in (pieces[i], pieces[2 * size - 1 - i])])
-    mask = positions.chunk(size)[rank][:, None] >= positions if is_causal else None
-    out = F.scaled_dot_product_attention(q.to_local(), keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-    return DTensor.from_local(out, mesh, q.placements, run_check=False)
-
-
-def _replace_expert_kernels() -> None:
-    """Route tokens to experts without CUDA."""
-    from torchtitan.models.moe import kernels
-
-    kernels.fill_indices_wrapper = kernels.fill_indices_cpu  # a Triton kernel otherwise
-    if not hasattr(torch.histc, "counts_integers"):
-        torch.histc = _histc_of_integers(torch.histc)
-
-
-def _histc_of_integers(histc: Any) -> Any:
-    """Count integers too: routers count the tokens of each expert so, which torch does on GPUs only."""
-
-    def wrapped(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if values.is_floating_point():
-            return histc(values, *args, **kwargs)
-        return histc(values.double(), *args, **kwargs).to(values.dtype)
-
-    wrapped.counts_integers = True  # type: ignore[attr-defined]  # marks the wrapper, so that there is only one
-    return wrapped
 
 
 def exchange_device(process_group: str) -> torch.device:

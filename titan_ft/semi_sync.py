@@ -17,10 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torchtitan.components.dataloader import DataloaderExhaustedError
-from torchtitan.config import JobConfig
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance
 from titan_ft.engine import fragments
@@ -29,6 +25,7 @@ from titan_ft.engine.feed import Reading, merge
 from titan_ft.engine.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
 from titan_ft.engine.round import NOTHING, Contribution, Sign
 from titan_ft.engine.step import Opening, ReplicaDimension
+from titan_ft.host.titan_0_2 import DataloaderExhaustedError, JobConfig, logger, set_pg_timeouts
 from titan_ft.protocol.decision import Update
 from titan_ft.protocol.errors import Leaving
 from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes, steps_per_round
@@ -350,9 +347,7 @@ class SemiSyncTrainer(ReplicaTrainer):
     def _go_on(self, replica: ReplicaDimension) -> None:
         """Meet the others once more behind a round, and get another state if this group's moments are spoiled."""
         if self._position.step == 1:  # torchtitan does so after its step 1, which is in the midst of a round
-            dist_utils.set_pg_timeouts(
-                timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims
-            )
+            set_pg_timeouts(timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims)
         if self.step >= self.job_config.training.steps:
             return
         if self._position.exclusions:

@@ -15,7 +15,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from titan_ft import config as ft_config
 from titan_ft import versions
@@ -79,18 +78,6 @@ def main() -> None:
     os._exit(status)
 
 
-def _take_off_record(trainer: Any) -> None:
-    """Call torchtitan's `train` without torch elastic's `record`.
-
-    `record` takes a SystemExit(0) of a user's loader for a return from training. A wrapper that the user
-    has put around it stays.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    if trainer.train.__globals__ is record.__globals__:
-        trainer.train = trainer.train.__wrapped__
-
-
 def check(args: Sequence[str]) -> None:
     """Check all that can be wrong with a config before anything is started.
 
@@ -139,7 +126,7 @@ def preload(args: Sequence[str]) -> None:
     with _gpus_left_alone():
         with contextlib.suppress(ConfigError):  # found again, and reported, by the workers
             job_config = prepare_config(*args)
-            from torchtitan.protocols.train_spec import get_train_spec
+            from titan_ft.host.titan_0_2 import get_train_spec
 
             with contextlib.suppress(ValueError, ImportError):  # of a model that the user registers, perhaps
                 get_train_spec(job_config.model.name)
@@ -167,12 +154,11 @@ def _check_environment(args: Sequence[str], environ: Mapping[str, str]) -> None:
 def _run(args: list[str], environ: Mapping[str, str]) -> int:
     _check_environment(args, environ)
     job_config = read_config(*args)
-    import torchtitan.train
-
     from titan_ft import device
+    from titan_ft.host import titan_0_2 as titan
     from titan_ft.training import spec
 
-    trainer_class: type[torchtitan.train.Trainer] = torchtitan.train.Trainer
+    trainer_class: type[titan.Trainer] = titan.Trainer
     if job_config.fault_tolerance.enable:
         from titan_ft.semi_sync import SemiSyncTrainer
         from titan_ft.trainer import ReplicaTrainer
@@ -185,7 +171,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             os.environ.update(device.nccl_environment(environ, timeout_ms))
         device.require(job_config.fault_tolerance.process_group, int(environ.get("LOCAL_RANK", "0")))
         mark_training()
-        _take_off_record(torchtitan.train.Trainer)
+        titan.take_off_record()
         faulthandler.enable(2)  # as `record` does: the log of a crash in native code has the stacks
         launch = Launch(
             rank=int(environ["RANK"]),
@@ -206,15 +192,8 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
     else:
         spec.register(job_config.model.name, job_config.fault_tolerance, job_config.experimental.custom_import)
 
-    class ParsedConfig:
-        """Hands the config that was read and validated here to torchtitan's main()."""
-
-        def parse_args(self) -> Any:
-            return job_config
-
-    torchtitan.train.ConfigManager = ParsedConfig  # main() builds its own otherwise
     try:
-        torchtitan.train.main(trainer_class)
+        titan.run(trainer_class, job_config)
     except JobFinished as over:
         print(f"titan_ft: {over}", file=sys.stderr)
     return 0

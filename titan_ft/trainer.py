@@ -15,18 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torchtitan.train
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.validate import Validator
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
-from torchtitan.protocols.model_converter import ModelConvertersContainer, build_model_converters
-from torchtitan.tools.logging import logger
-from torchtitan.train import Trainer
 
 from titan_ft import device
 from titan_ft.config import check_replicate
@@ -38,6 +28,22 @@ from titan_ft.engine.outer import OuterModel
 from titan_ft.engine.round import NOTHING, Contribution, Rounds
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.watchdog import Watchdog
+from titan_ft.host.titan_0_2 import (
+    IGNORE_INDEX,
+    HuggingFaceTextDataset,
+    JobConfig,
+    ModelConvertersContainer,
+    ParallelDims,
+    Trainer,
+    Validator,
+    build_model_converters,
+    clip_grad_norm_,
+    logger,
+    set_pg_timeouts,
+    silence_pipeline_loss_warning,
+    use_checkpoints,
+    use_model_converters,
+)
 from titan_ft.membership.group import Group
 from titan_ft.protocol.decision import LastToLeave, Update
 from titan_ft.protocol.errors import HungError, JobFinished, Leaving
@@ -94,10 +100,9 @@ class ReplicaTrainer(Trainer):
             logger.info(f"debug.seed is not set: using {job_config.debug.seed}, the same in all groups of this config")
         if job_config.training.global_batch_size > 0:  # counts all groups; torchtitan's Trainer sees only this one
             job_config.training.global_batch_size //= config.group_size
-        torchtitan.train.CheckpointManager = ReplicaCheckpoints  # what torchtitan's Trainer builds
-        # Its warning says that most ranks of a pipeline do not know the loss; here all do (`_find_loss_group`).
-        torchtitan.train.ensure_pp_loss_visible = lambda *_: None
-        torchtitan.train.build_model_converters = self._build_model_converters
+        use_checkpoints(ReplicaCheckpoints)
+        silence_pipeline_loss_warning()  # all ranks know the loss, see `_find_loss_group`
+        use_model_converters(self._build_model_converters)
         keep_curves(job_config, self.launch.rank)
         keep_traces(job_config, self.launch.attempt)
         keep_going_without_config_file(job_config)
@@ -485,9 +490,7 @@ class ReplicaTrainer(Trainer):
         self.step = self._steps_of(replica.heal())
         self.metrics_processor.ntokens_since_last_log = 0
         if first:  # torchtitan shortens the timeouts after step 1, which this group never makes
-            dist_utils.set_pg_timeouts(
-                timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims
-            )
+            set_pg_timeouts(timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims)
 
     def _train(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
         """Add the gradients of a step's share of each slot to the local ones; calls `arm` before the last backward."""
@@ -542,7 +545,7 @@ class ReplicaTrainer(Trainer):
         )
 
     def _clip_gradients(self) -> torch.Tensor:
-        return dist_utils.clip_grad_norm_(
+        return clip_grad_norm_(
             [parameter for part in self.model_parts for parameter in part.parameters()],
             self.job_config.training.max_norm,
             foreach=True,

@@ -107,9 +107,9 @@ def all_fields(schema: Any, prefix: str = "") -> Iterator[str]:
 
 
 def merged_schema() -> Any:
-    from titan_ft import device
+    from titan_ft.host import cpu
 
-    device.prepare()
+    cpu.prepare()
     from torchtitan.config import ConfigManager, JobConfig
 
     from titan_ft import config

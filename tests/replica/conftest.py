@@ -8,9 +8,9 @@ import os
 
 os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded: its servers log every refused heartbeat
 
-from titan_ft import device  # after the variable
+from titan_ft.host import cpu  # after the variable
 
-device.prepare()  # before anything imports torchtitan, which reads the device at import
+cpu.prepare()  # before anything imports torchtitan, which reads the device at import
 
 import signal  # noqa: E402
 import subprocess  # noqa: E402
@@ -106,7 +106,7 @@ class TinyTraining:
         self.model.scale = nn.Parameter(torch.ones(1, dtype=self.model.scale.dtype))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         fully_shard(self.model.inner, mesh=mesh)
-        device.adapt_model(fully_shard(self.model, mesh=mesh))
+        cpu.adapt_model(fully_shard(self.model, mesh=mesh))
 
     def train(self, num_steps: int) -> list[float]:
         """Make steps; returns their losses."""

@@ -1139,10 +1139,10 @@ def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from titan_ft import device
+    from titan_ft.host import cpu
 
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
-    device.adapt_model(fully_shard(model, mesh=init_device_mesh("cpu", (1,))))
+    cpu.adapt_model(fully_shard(model, mesh=init_device_mesh("cpu", (1,))))
     seat = Seat(DEADLINE)
     exchange = GradientExchange(model.parameters(), seat, bucket_bytes=1, where=CPU, overlap=True)  # type: ignore[arg-type]
     rank = ring.rank()

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.data.assets import resolve
 from titan_ft.engine.feed import Feed, Reading, mark, merge
 from titan_ft.engine.loader_state import load_loader
+from titan_ft.host import cpu
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.training.slot_loaders import SlotLoaders
 
@@ -38,7 +38,7 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     With "epochs" a step's batches are about all that a slot has: each one is of another epoch.
     """
-    device.prepare()
+    cpu.prepare()
     import datasets
     from torchtitan.components.tokenizer import build_hf_tokenizer
     from torchtitan.config import JobConfig

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 from tests.simulation import standins  # noqa: E402
 from tests.simulation.schedule import KINDS, KNOWN_LIMITS, MODES, ROUND_KINDS, Schedule, draw, drawn_kinds, shrink  # noqa: E402

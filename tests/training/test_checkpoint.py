@@ -35,9 +35,9 @@ from tests.checkpoint_run import (
     loader_state,
     write_as_earlier,
 )
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 import safetensors.torch  # noqa: E402
 from torch.distributed.checkpoint import (  # noqa: E402

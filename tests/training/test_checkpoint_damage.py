@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from tests.checkpoint_run import EXPORT, Exporter, Ranks, Run, assert_equal, write_as_earlier
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # noqa: E402

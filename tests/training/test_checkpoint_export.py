@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.checkpoint_run import EXPORT, Exporter, Run, assert_equal
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 import safetensors  # noqa: E402
 import safetensors.torch  # noqa: E402

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint_run import EXPORT, Exporter, Run
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter  # noqa: E402
 

@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tests.checkpoint_run import Run, assert_equal
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402

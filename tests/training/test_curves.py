@@ -19,10 +19,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from titan_ft import device
 from titan_ft.config import FaultTolerance
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 import torchtitan.components.metrics as titan_metrics  # noqa: E402  # after the seam
 import torchtitan.train  # noqa: E402
@@ -250,12 +250,12 @@ def test_trace_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
         no_space()
 
     monkeypatch.setattr(profiling, "maybe_enable_profiling", enable)
-    for name in ("enable", "maybe_enable_profiling", "maybe_enable_memory_snapshot"):
-        monkeypatch.setattr(torchtitan.train, name, getattr(torchtitan.train, name, None), raising=False)
+    for name in ("maybe_enable_profiling", "maybe_enable_memory_snapshot"):
+        monkeypatch.setattr(torchtitan.train, name, getattr(torchtitan.train, name))
     job_config = JobConfig()
     job_config.fault_tolerance = FaultTolerance(enable=True, replica_id=0, group_size=2)
     keep_traces(job_config, attempt=0)
-    with torchtitan.train.enable(job_config.profiling) as profiler:
+    with torchtitan.train.maybe_enable_profiling(job_config.profiling) as profiler:
         assert (profiler is not None) == begins
         if profiler:
             profiler.step()
@@ -263,7 +263,7 @@ def test_trace_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert all("No space left on device" in line for line in said)
     with (
         pytest.raises(OSError, match="of the training"),
-        torchtitan.train.enable(job_config.profiling),
+        torchtitan.train.maybe_enable_profiling(job_config.profiling),
     ):
         raise OSError("of the training")
 

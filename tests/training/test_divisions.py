@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from titan_ft import device
 from titan_ft.config import ConfigError
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 from torchtitan.config.job_config import Parallelism  # noqa: E402  # after the seam
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402

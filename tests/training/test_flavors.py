@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 from torchtitan.models.llama3 import llama3_args  # noqa: E402  # after the seam
 
@@ -20,7 +20,7 @@ def test_flavors_come_beside_torchtitans_own(monkeypatch: pytest.MonkeyPatch) ->
     own = dict(llama3_args)
     own.pop("debugmodel_half", None)
     own["1B"] = own["8B"]
-    monkeypatch.setattr("torchtitan.models.llama3.llama3_args", own)
+    monkeypatch.setattr("titan_ft.host.titan_0_2.llama3_args", own)
     register_flavors("qwen3")
     assert "debugmodel_half" not in own
     register_flavors("llama3")

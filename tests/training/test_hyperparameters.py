@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402

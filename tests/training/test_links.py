@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import titan_ft
-from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 from torchtitan.distributed import ParallelDims  # noqa: E402
 

@@ -14,10 +14,10 @@ import datasets
 import pytest
 import torch
 
-from titan_ft import device
 from titan_ft.config import ConfigError, FaultTolerance
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 import torchtitan.protocols.train_spec as train_spec  # noqa: E402  # after the seam
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
@@ -88,7 +88,7 @@ def experts(*coeffs: float | None) -> torch.nn.Module:
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleDict({str(number): Block(coeff) for number, coeff in enumerate(coeffs)})
     model.dense = torch.nn.Linear(2, 2)
-    return device.adapt_model(model)
+    return cpu.adapt_model(model)
 
 
 def test_token_counts_are_those_that_load_balancing_needs() -> None:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from titan_ft import device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 
 from tests.fake_accelerator import FakeAccelerator, installed  # noqa: E402
 from titan_ft.engine.step import Committed  # noqa: E402

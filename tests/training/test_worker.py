@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from titan_ft import __version__, device
+from titan_ft.host import cpu
 
-device.prepare()
+cpu.prepare()
 from torchtitan.config.job_config import Parallelism  # noqa: E402  # after the seam
 
 from titan_ft.training.worker import describe  # noqa: E402

@@ -24,11 +24,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.components import checkpoint as stock
-from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager
-from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError
+from titan_ft.host.titan_0_2 import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager, logger, purge
 from titan_ft.round_settings import steps_per_round
 from titan_ft.run.events import (
     CheckpointFailed,
@@ -126,7 +124,7 @@ class ReplicaCheckpoints(CheckpointManager):
             )
         if self.enable and self.purge_thread is None:  # torchtitan has one with keep_latest_k only
             self.purge_queue: queue.Queue[Any] = queue.Queue()
-            self.purge_thread = threading.Thread(target=stock.purge_thread, args=(self.purge_queue,), daemon=True)
+            self.purge_thread = threading.Thread(target=purge, args=(self.purge_queue,), daemon=True)
             self.purge_thread.start()
 
     def attach(self, host: CheckpointHost) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torchtitan.components.checkpoint import TRAIN_STATE
 
+from titan_ft.host.titan_0_2 import TRAIN_STATE
 from titan_ft.training.checkpoint_folder import INDEX, MANIFEST, METADATA, DamagedError, Manifest, digest_table
 from titan_ft.training.checkpoint_states import QUORUM_STATE
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import _consolidate_hf_safetensors
-from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError
+from titan_ft.host.titan_0_2 import logger
 from titan_ft.protocol.row import fold48
 from titan_ft.training.checkpoint_choice import Gather
 from titan_ft.training.checkpoint_damage import check_safetensors

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE
 
 from titan_ft.config import ConfigError
+from titan_ft.host.titan_0_2 import DATALOADER, TRAIN_STATE
 from titan_ft.training.checkpoint_choice import (
     NO_STEP,
     Gather,

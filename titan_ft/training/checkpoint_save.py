@@ -19,8 +19,8 @@ from typing import TypeGuard, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.tools.logging import logger
 
+from titan_ft.host.titan_0_2 import logger
 from titan_ft.protocol.errors import FinalError
 from titan_ft.training.checkpoint_damage import one_line
 from titan_ft.training.checkpoint_export import ExportError

@@ -16,13 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torchtitan.components.metrics as titan_metrics
-import torchtitan.train
-from torchtitan.components.metrics import BaseLogger, WandBLogger
-from torchtitan.config import JobConfig
-from torchtitan.tools import profiling
-from torchtitan.tools.logging import logger
-
+from titan_ft.host.titan_0_2 import BaseLogger, JobConfig, WandBLogger, logger, use_curve_loggers, wrap_profilers
 from titan_ft.run.curve_file import CurveFile
 
 
@@ -66,9 +60,10 @@ def keep_curves(job_config: JobConfig, rank: int) -> None:
     folder = Path(job_config.job.dump_folder, metrics.save_tb_folder, f"replica_{replica}")
     if metrics.save_for_all_ranks:
         folder /= f"rank_{rank}"
-    # Both are module globals of torchtitan, called with the folder that is named by the minute.
-    titan_metrics.TensorBoardLogger = partial(GroupCurves, folder)
-    titan_metrics.WandBLogger = lambda log_dir, config, tag=None: WandBLogger(str(folder), config, tag)
+    use_curve_loggers(
+        tensorboard=partial(GroupCurves, folder),
+        wandb=lambda log_dir, config, tag=None: WandBLogger(str(folder), config, tag),
+    )
 
 
 def keep_traces(job_config: JobConfig, attempt: int) -> None:
@@ -80,8 +75,7 @@ def keep_traces(job_config: JobConfig, attempt: int) -> None:
     comm = job_config.comm
     folder = f"replica_{job_config.fault_tolerance.replica_id}"
     comm.save_traces_folder = f"{comm.save_traces_folder}/{folder}/attempt_{attempt}"
-    for enable in (profiling.maybe_enable_profiling, profiling.maybe_enable_memory_snapshot):
-        setattr(torchtitan.train, enable.__name__, partial(_trace, enable, leaf_folder=folder))
+    wrap_profilers(lambda enable: partial(_trace, enable, leaf_folder=folder))
 
 
 def keep_going_without_config_file(job_config: JobConfig) -> None:

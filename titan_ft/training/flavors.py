@@ -11,8 +11,7 @@ def register_flavors(model: str) -> None:
     """Add the flavors that titan_ft brings for this model of torchtitan's; one that is there already stays."""
     if model != "llama3":
         return
-    from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
-    from torchtitan.models.llama3.model.args import RoPEScalingArgs
+    from titan_ft.host.titan_0_2 import RoPEScalingArgs, TransformerModelArgs, llama3_args
 
     # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json. torchtitan's class has an output layer where
     # that model uses its embedding once more.

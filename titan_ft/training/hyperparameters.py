@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torchtitan.tools.logging import logger
+
+from titan_ft.host.titan_0_2 import logger
 
 _OPTIMIZER_FIELDS = ("betas", "eps", "weight_decay", "foreach", "fused")
 """Entries of a param group that follow from torchtitan's `[optimizer]` table, beside the LR. An

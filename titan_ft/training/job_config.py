@@ -107,20 +107,18 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
         ft_config.check_toml(values)
     args = (*args, *_assets_flag(values, args))
 
-    from titan_ft import device
+    from titan_ft.host import cpu
 
-    device.prepare()
+    cpu.prepare()
     check_torchtitan()
     with expect_torchtitan():
-        from torchtitan.config import ConfigManager, JobConfig
-
         from titan_ft.data.datasets import register_datasets
+        from titan_ft.host.titan_0_2 import build_schema
         from titan_ft.training.validation import check_steps
 
     register_datasets()
-    manager = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig))
     try:
-        schema = manager._maybe_add_custom_config(list(args), values)
+        manager, schema = build_schema(ft_config.JobConfig, args, values)
     except (ImportError, AttributeError) as error:
         rule = "job.custom_config_module must be a module with a class JobConfig"
         raise ConfigError(f"{rule}, got one that cannot be used ({error}); install it, or correct the name") from error
@@ -184,19 +182,13 @@ def _check_model(job_config: Any) -> None:
     Raises:
         ConfigError: there is no such model, flavor, validator, dataset or tokenizer, or a bad table of files.
     """
-    from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
-    from torchtitan.components.tokenizer import build_hf_tokenizer
-    from torchtitan.experiments import _supported_experiments
-    from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
-    from torchtitan.models import _supported_models
-    from torchtitan.protocols import train_spec
-    from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+    from titan_ft.host import titan_0_2 as titan
 
     model = job_config.model
-    _check_name("model.name", model.name, {*train_spec._extra_train_specs, *_supported_models, *_supported_experiments})
+    _check_name("model.name", model.name, titan.model_names())
     check_trainer(model.name)
     try:
-        spec = train_spec.get_train_spec(model.name)
+        spec = titan.get_train_spec(model.name)
     except ImportError as error:
         raise ConfigError(
             f"model.name must be a model whose modules are installed, got {model.name!r} ({error}); install what is "
@@ -209,16 +201,16 @@ def _check_model(job_config: Any) -> None:
             f"validation.enable must be false with model.name {model.name}, got true: torchtitan cannot validate that "
             "model; set it to false"
         )
-    if spec.build_dataloader_fn is build_text_dataloader:
-        _check_name("training.dataset", job_config.training.dataset, DATASETS)
-    if spec.build_optimizers_fn in (build_optimizers, build_optimizers_with_moe_load_balancing):
+    if spec.build_dataloader_fn is titan.build_text_dataloader:
+        _check_name("training.dataset", job_config.training.dataset, titan.DATASETS)
+    if spec.build_optimizers_fn in titan.ADAM_BUILDERS:
         _check_name("optimizer.name", job_config.optimizer.name, ("Adam", "AdamW"))
-    if spec.build_tokenizer_fn is build_hf_tokenizer and not os.path.isdir(model.hf_assets_path):
+    if spec.build_tokenizer_fn is titan.build_hf_tokenizer and not os.path.isdir(model.hf_assets_path):
         raise ConfigError(
             f"model.hf_assets_path must be the folder of a tokenizer, got {model.hf_assets_path!r}, which is none; "
             'download one, or set it to "titan_ft://tokenizer"'
         )
-    if spec.state_dict_adapter and issubclass(spec.state_dict_adapter, StateDictAdapter):
+    if spec.state_dict_adapter and issubclass(spec.state_dict_adapter, titan.StateDictAdapter):
         _check_index(Path(model.hf_assets_path, INDEX))
     if job_config.fault_tolerance.enable:
         check_model(job_config, spec)

@@ -14,8 +14,6 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
 
 from titan_ft import device, versions
 from titan_ft.config import FaultTolerance
@@ -23,6 +21,7 @@ from titan_ft.device import local_shard
 from titan_ft.engine.drain import Drain
 from titan_ft.engine.watchdog import end_process
 from titan_ft.gradients.exchange import GradientExchange
+from titan_ft.host.titan_0_2 import TORCH_DTYPE_MAP, ParallelDims
 from titan_ft.membership.group import Group
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.process_group import build_process_group

@@ -25,13 +25,12 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from titan_ft.config import ConfigError
 from titan_ft.engine.feed import checksum
 from titan_ft.engine.loader_state import load_loader, name_loader, save_loader
 from titan_ft.host import streams
+from titan_ft.host.titan_0_2 import HuggingFaceTextDataset, ParallelAwareDataloader
 from titan_ft.run.events import LoaderChecked
 
 _BEFORE = 2

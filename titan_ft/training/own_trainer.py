@@ -26,8 +26,10 @@ def check_trainer(name: str) -> None:
     Raises:
         ConfigError: torchtitan has a trainer for this model alone.
     """
-    for package in _packages(name):
-        path = _file(package, "train.py")
+    from titan_ft.host.titan_0_2 import file_in_package, packages_of_model
+
+    for package in packages_of_model(name):
+        path = file_in_package(package, "train.py")
         if path is not None and (trainer := _find_trainer(path)):
             raise ConfigError(
                 f"model.name must be a model that torchtitan's own trainer trains, got {name!r}, which has a trainer "
@@ -42,8 +44,10 @@ def check_tables(job_config: Any) -> None:
     Raises:
         ConfigError: a table is missing.
     """
-    for package in _packages(job_config.model.name):
-        if _file(package, "job_config.py") is None:
+    from titan_ft.host.titan_0_2 import file_in_package, packages_of_model
+
+    for package in packages_of_model(job_config.model.name):
+        if file_in_package(package, "job_config.py") is None:
             continue
         module = f"{package}.job_config"
         schema = importlib.import_module(module).JobConfig
@@ -54,32 +58,6 @@ def check_tables(job_config: Any) -> None:
                 f'job.custom_config_module must be "{module}" with model.name {name}, which reads [{missing[0]}], got '
                 f"{job_config.job.custom_config_module!r}; set it"
             )
-
-
-def _packages(name: str) -> list[str]:
-    """Return the packages of torchtitan's that may belong to a model, such as simple_fsdp to simple_fsdp.llama3."""
-    from torchtitan.experiments import _supported_experiments
-    from torchtitan.models import _supported_models
-    from torchtitan.protocols import train_spec
-
-    if name in train_spec._extra_train_specs:  # the user's own
-        return []
-    if name in _supported_models:
-        return [f"torchtitan.models.{name}"]
-    if name in _supported_experiments:
-        return [f"torchtitan.experiments.{part}" for part in dict.fromkeys((name.partition(".")[0], name))]
-    return []
-
-
-def _file(package: str, file: str) -> Path | None:
-    """Return a file of one of torchtitan's packages, which is not imported for that; None without such a file."""
-    import torchtitan
-
-    for folder in torchtitan.__path__:
-        path = Path(folder, *package.split(".")[1:], file)
-        if path.is_file():
-            return path
-    return None
 
 
 def _find_trainer(path: Path) -> str:

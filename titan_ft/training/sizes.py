@@ -13,14 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.tools import utils
 
 from titan_ft.config import FaultTolerance
 from titan_ft.device import local_shard
 from titan_ft.gradients.exchange import GradientExchange
+from titan_ft.host.titan_0_2 import TORCH_DTYPE_MAP, ParallelDims, get_train_spec, set_default_dtype
 from titan_ft.round_settings import outer_optimizer, quantizes
 from titan_ft.training.spec import token_counts
 from titan_ft.transfer.snapshot import TrainState
@@ -96,7 +93,7 @@ def build_model(config: Any) -> tuple[torch.nn.Module, Any]:
     spec = get_train_spec(config.model.name)
     arguments = copy.deepcopy(spec.model_args[config.model.flavor])  # a run writes the sequence length into its own
     arguments.update_from_config(config)
-    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         return spec.model_cls(arguments), arguments
 
 

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset
 from torchdata.stateful_dataloader import worker
-from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError, FaultTolerance
+from titan_ft.host.titan_0_2 import Trainer, logger
 from titan_ft.run.events import LoaderChecked
 from titan_ft.run.process import borrowed_socket, own_sockets
 from titan_ft.training.loader_check import check_loader
 
 if TYPE_CHECKING:
-    from torchtitan.train import Trainer
-
     from titan_ft.engine.feed import Batch
 
 

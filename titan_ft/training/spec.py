@@ -10,13 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torchtitan.protocols.train_spec as train_spec
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
-from titan_ft import device
 from titan_ft.config import FaultTolerance
+from titan_ft.host import cpu
+from titan_ft.host.titan_0_2 import MetricsProcessor, ParallelDims, TrainSpec, get_train_spec, logger, register_spec
 from titan_ft.training.custom_import import import_custom
 from titan_ft.training.slot_loaders import SlotLoaders, enough_documents
 
@@ -32,21 +29,18 @@ def register(model_name: str, fault_tolerance: FaultTolerance, custom_import: st
     """
     import_custom(custom_import)
     loaders = SlotLoaders(fault_tolerance)
-    # torchtitan's register_train_spec refuses a name twice; the table itself is what get_train_spec reads.
-    train_spec._extra_train_specs[model_name] = wrap(train_spec.get_train_spec(model_name), fault_tolerance, loaders)
+    register_spec(model_name, wrap(get_train_spec(model_name), fault_tolerance, loaders))
     return loaders
 
 
-def wrap(
-    spec: train_spec.TrainSpec, fault_tolerance: FaultTolerance, loaders: SlotLoaders | None = None
-) -> train_spec.TrainSpec:
+def wrap(spec: TrainSpec, fault_tolerance: FaultTolerance, loaders: SlotLoaders | None = None) -> TrainSpec:
     """Return `spec` with what a replica group (and a CPU) needs; nothing of the groups if they are not enabled."""
     loaders = loaders or SlotLoaders(fault_tolerance)
 
     def parallelize(model: torch.nn.Module, parallel_dims: ParallelDims, job_config: Any) -> torch.nn.Module:
-        model = device.adapt_model(spec.parallelize_fn(model, parallel_dims, job_config))
+        model = cpu.adapt_model(spec.parallelize_fn(model, parallel_dims, job_config))
         if parallel_dims.cp_enabled:
-            device.adapt_attention(model, job_config.parallelism.context_parallel_load_balancer)
+            cpu.adapt_attention(model, job_config.parallelism.context_parallel_load_balancer)
         return model
 
     wrapped = dataclasses.replace(spec, parallelize_fn=parallelize)

@@ -9,11 +9,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from torchtitan.components.metrics import MetricsProcessor
-
 from titan_ft import device
 from titan_ft.engine.feed import Reading
 from titan_ft.engine.step import Committed
+from titan_ft.host.titan_0_2 import MetricsProcessor
 from titan_ft.protocol.row import Why
 from titan_ft.run.events import StepCommitted
 from titan_ft.run.log import EventLog, stamp

@@ -8,10 +8,9 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchtitan.tools.logging import logger
-
 from titan_ft.config import ConfigError, read_flags
 from titan_ft.engine.feed import Batch
+from titan_ft.host.titan_0_2 import logger
 from titan_ft.training.slot_loaders import prepare_workers
 
 TO_THE_END = -1

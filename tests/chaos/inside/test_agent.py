@@ -24,18 +24,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.event_builder import untyped
-from titan_ft import device
 from titan_ft.chaos.inside import blackhole
 from titan_ft.chaos.inside import task as task_module
 from titan_ft.chaos.inside.agent import ChaosAgent
 from titan_ft.chaos.inside.target_worker import TargetWorker
 from titan_ft.chaos.orders import LIFETIME_SECONDS, Order
+from titan_ft.host import cpu
 from titan_ft.run.log import EventLog, read_events
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.state_fetch import fetch
 from titan_ft.transfer.state_server import StateServer
 
-device.prepare()
+cpu.prepare()
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 TOKEN = "a shared secret"

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim import Optimizer
-    from torchtitan.config import JobConfig
 
+    from titan_ft.host.titan_0_2 import JobConfig
     from titan_ft.training.links import Links
     from titan_ft.training.worker import Launch
 
