@@ -310,7 +310,7 @@ def test_settings_are_numbers(job: Job) -> None:
     """What stands for a count stays whole."""
     (rule,) = asked_plan(Chaos(job.paths.root, "kill_groups", settings=("count=3",), seed=1)).rules
     assert isinstance(rule, Listed)
-    assert repr(rule.entries[0].fault.params) == "{'count': 3}"
+    assert repr(rule.listed[0].fault.params) == "{'count': 3}"
 
 
 def test_catalogue_names_every_fault() -> None:

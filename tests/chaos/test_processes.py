@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from titan_ft.chaos.processes import LocalProcesses, Unreachable, Worker
+from titan_ft.chaos.processes import Processes, Unreachable, Worker
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -39,7 +39,7 @@ def start() -> Iterator[Start]:
 
 
 def worker(process: subprocess.Popen[bytes], name: str = "rank 0 of group 1") -> Worker:
-    return Worker(name, process.pid, LocalProcesses().host, mono=time.monotonic())
+    return Worker(name, process.pid, Processes().host, mono=time.monotonic())
 
 
 def state(pid: int) -> str:
@@ -55,7 +55,7 @@ def wait_state(pid: int, wanted: str) -> None:
 
 
 def send(target: Worker, signum: signal.Signals) -> None:
-    reach = LocalProcesses().reach([target], [target])
+    reach = Processes().reach([target], [target])
     try:
         reach.send(signum)
     finally:
@@ -66,7 +66,7 @@ def test_all_ranks_of_a_group_are_hit(start: Start) -> None:
     """SIGKILL reaches each process named, and no other of the run."""
     ranks = [start("titan_ft", str(rank)) for rank in range(3)]
     workers = [worker(process) for process in ranks[:2]]
-    reach = LocalProcesses().reach(workers, workers)
+    reach = Processes().reach(workers, workers)
     reach.send(signal.SIGKILL)
     reach.close()
     assert [process.wait(30) for process in ranks[:2]] == [-signal.SIGKILL] * 2
@@ -76,7 +76,7 @@ def test_all_ranks_of_a_group_are_hit(start: Start) -> None:
 def test_stop_and_continue(start: Start) -> None:
     """What was stopped through a reach goes on through the same one."""
     process = start("titan_ft")
-    reach = LocalProcesses().reach([worker(process)], [])
+    reach = Processes().reach([worker(process)], [])
     reach.send(signal.SIGSTOP)
     wait_state(process.pid, "T")
     reach.send(signal.SIGCONT)
@@ -106,7 +106,7 @@ def test_a_reused_pid_is_never_signalled(start: Start) -> None:
 def test_a_pid_reused_after_the_reach_is_never_signalled(start: Start) -> None:
     """A reach is to the process, not to its number: when it has ended nobody is hit."""
     process = start("titan_ft")
-    reach = LocalProcesses().reach([worker(process)], [])
+    reach = Processes().reach([worker(process)], [])
     process.kill()
     process.wait(30)
     with pytest.raises(Unreachable, match="ended just now"):
@@ -124,9 +124,9 @@ def test_a_zombie_and_a_pid_of_nobody_are_gone(start: Start) -> None:
     zombie.kill()
     wait_state(zombie.pid, "Z")
     with pytest.raises(Unreachable, match="rank 0 of group 1, rank 1 of group 1 do not run any more") as caught:
-        LocalProcesses().reach(gone, gone)
+        Processes().reach(gone, gone)
     assert not caught.value.final  # it may be back
-    reach = LocalProcesses().reach([*gone, worker(alive)], [])
+    reach = Processes().reach([*gone, worker(alive)], [])
     reach.send(signal.SIGKILL)
     reach.close()
     assert alive.wait(30) == -signal.SIGKILL
@@ -140,8 +140,8 @@ def test_a_worker_of_another_host_is_refused(start: Start) -> None:
         send(elsewhere, signal.SIGKILL)
     assert caught.value.final
     assert process.poll() is None
-    assert not LocalProcesses().is_alive(elsewhere)
-    assert LocalProcesses("node7").is_alive(elsewhere)
+    assert not Processes().is_alive(elsewhere)
+    assert Processes("node7").is_alive(elsewhere)
 
 
 def test_close_lets_go(start: Start) -> None:
@@ -149,7 +149,7 @@ def test_close_lets_go(start: Start) -> None:
     target = worker(start("titan_ft"))
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        reach = LocalProcesses().reach([target, target], [])
+        reach = Processes().reach([target, target], [])
         reach.close()
         reach.close()
     assert len(os.listdir("/proc/self/fd")) == before

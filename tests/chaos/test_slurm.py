@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_ft.chaos.processes import LocalProcesses, Unreachable, Worker
-from titan_ft.chaos.slurm import SlurmProcesses
+from titan_ft.chaos.processes import Processes, Unreachable, Worker
 from titan_ft.train import _slurm_step
 
 Calls = Callable[[], list[str]]
@@ -43,7 +42,7 @@ def remote(replica: int, rank: int, step: str = "0", host: str = "node7.cluster"
 
 
 def send(workers: list[Worker], everyone: list[Worker], signum: signal.Signals = signal.SIGKILL) -> None:
-    reach = SlurmProcesses(LocalProcesses("login"), timeout_seconds=20.0).reach(workers, everyone)
+    reach = Processes("login", slurm_seconds=20.0).reach(workers, everyone)
     reach.send(signum)
     reach.close()
 
@@ -96,7 +95,7 @@ def test_a_command_that_hangs_or_is_missing_becomes_a_reason(calls: Calls, tmp_p
     """A job must not hang because Slurm does."""
     (tmp_path / "bin" / "scancel.do").write_text("exec /bin/sleep 60\n")
     group = [remote(1, 0)]
-    reach = SlurmProcesses(LocalProcesses("login"), timeout_seconds=0.3).reach(group, group)
+    reach = Processes("login", slurm_seconds=0.3).reach(group, group)
     with pytest.raises(Unreachable, match=r"scancel did not end within 0\.3 s"):
         reach.send(signal.SIGKILL)
     (tmp_path / "bin" / "scancel").unlink()

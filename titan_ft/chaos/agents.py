@@ -25,6 +25,10 @@ WAIT_SECONDS = 135.0
 """An order of which nothing was heard for this long is given up. Agents give up earlier, if there are any."""
 
 
+Key = tuple[str, int | None, int | None]
+"""Fault, number and seed of a shot."""
+
+
 @dataclass(eq=False)
 class _Pending:
     """An injection that was ordered, and of which nothing was heard yet."""
@@ -47,8 +51,8 @@ class Agents:
 
     def __init__(self, job: Job, orders: Path, outcomes: Outcomes, clock: Callable[[], float] = time.monotonic) -> None:
         self._job, self._orders, self._outcomes, self._clock = job, orders, outcomes, clock
-        self._pending: list[_Pending] = []
-        self._ordered: set[tuple[str, int | None, int | None]] = set()
+        self._pending: dict[Key, _Pending] = {}
+        self._ordered: set[Key] = set()
 
     @property
     def busy(self) -> bool:
@@ -58,7 +62,7 @@ class Agents:
     @property
     def awaits_donor(self) -> bool:
         """Tell whether a group will be hit of which nobody knows yet which it is."""
-        return any(not pending.lives for pending in self._pending)
+        return any(not pending.lives for pending in self._pending.values())
 
     def order(self, aimed: Injection) -> None:
         """Order the agents of the targets to act; for a donor, those of whichever group serves its state next.
@@ -70,9 +74,7 @@ class Agents:
         pending = _Pending(aimed, self._clock() + WAIT_SECONDS)
         if fault.scope == "donor":
             self._give(shot, fault, Target(), None)
-            self._pending.append(pending)
-            return
-        for target in aimed.targets:
+        for target in () if fault.scope == "donor" else aimed.targets:
             assert target.replica is not None, "the lighthouse has no agent"
             group = self._job.group(target.replica)
             pending.lives[target.replica] = group.life
@@ -82,10 +84,10 @@ class Agents:
                 disturbance = Disturbance.of(fault, shot, target, group.life)
                 pending.disturbances[target.replica] = disturbance
                 group.disturbances.append(disturbance)
-        self._pending.append(pending)
+        self._pending[shot.key] = pending
 
     def _give(self, shot: Shot, fault: Fault, target: Target, attempt: int | None) -> None:
-        self._ordered.add((fault.name, shot.number, shot.seed))
+        self._ordered.add(shot.key)
         order = Order(
             fault=fault.name,
             replica=target.replica,
@@ -107,14 +109,14 @@ class Agents:
         if isinstance(event, FaultUndone):
             self._job.undo(replica, (event.fault, event.shot), event.time)
             return
-        if isinstance(event, FaultInjected) and (event.fault, event.shot, event.seed) in self._ordered:
+        key = (event.fault, event.shot, event.seed)
+        if isinstance(event, FaultInjected) and key in self._ordered:
             self._outcomes.announced(event)  # also one that comes after it was given up
-        pending = next((pending for pending in self._pending if _is_about(event, pending.aimed)), None)
+        pending = self._pending.pop(key, None)
         if pending is None:  # another rank of the group was first, or a link's other end, or it is another runner's
             if isinstance(event, FaultSkipped):
                 self._job.undo(replica, (event.fault, event.shot), event.time)
             return
-        self._pending.remove(pending)
         aimed = pending.aimed
         if isinstance(event, FaultSkipped):
             self._miss(pending, target, event.reason, by_agent=True)
@@ -133,7 +135,7 @@ class Agents:
     def give_up(self) -> None:
         """Stop waiting for agents that are gone, or that do not act."""
         now = self._clock()
-        for pending in list(self._pending):
+        for key, pending in list(self._pending.items()):
             if self._job.ended:
                 reason = "the job's training ended first"
             elif any(self._job.group(replica).life != life for replica, life in pending.lives.items()):
@@ -142,7 +144,7 @@ class Agents:
                 reason = f"no agent has acted within {WAIT_SECONDS:g} s"
             else:
                 continue
-            self._pending.remove(pending)
+            del self._pending[key]
             self._miss(pending, pending.aimed.targets[0] if pending.lives else None, reason)
 
     def _miss(self, pending: _Pending, target: Target | None, reason: str, *, by_agent: bool = False) -> None:
@@ -159,8 +161,3 @@ def _fault_at(aimed: Injection, target: Target) -> Fault:
         return fault
     (peer,) = (other.replica for other in aimed.targets if other != target)
     return msgspec.structs.replace(fault, peer=peer)
-
-
-def _is_about(event: FaultInjected | FaultSkipped, aimed: Injection) -> bool:
-    shot = aimed.shot
-    return (event.fault, event.shot, event.seed) == (shot.fault.name, shot.number, shot.seed)

@@ -13,9 +13,8 @@ from pathlib import Path
 from titan_ft.chaos.job import Job
 from titan_ft.chaos.plan import Plan, single
 from titan_ft.chaos.plan_file import load_plan, number
-from titan_ft.chaos.processes import LocalProcesses, Worker
+from titan_ft.chaos.processes import Processes, Worker
 from titan_ft.chaos.runner import ChaosRunner
-from titan_ft.chaos.slurm import SlurmProcesses
 from titan_ft.config import ConfigError, check_folder
 from titan_ft.options import Chaos
 from titan_ft.run.appender import retry_waiting
@@ -98,8 +97,7 @@ class Follower:
     def __init__(self, run_dir: Path) -> None:
         check_folder("RUN_DIR", run_dir, "a running job")
         self.paths = RunPaths(run_dir.absolute())
-        self._local = LocalProcesses()
-        self.processes = SlurmProcesses(self._local)
+        self.processes = Processes()
         self._tail = EventTail(self.paths.events, from_start=True)
         self._seen = self._tail.poll()
 
@@ -118,10 +116,10 @@ class Follower:
         if job.ended:
             raise ConfigError(f"{rule}; its training has ended")
         workers = job.everyone()
-        remote = [worker for worker in workers if not self._local.has(worker)]
+        remote = [worker for worker in workers if not self.processes.has(worker)]
         if any(worker.slurm is not None for worker in remote):
             return
-        if not any(self._local.is_alive(worker) for worker in workers if self._local.has(worker)):
+        if not any(self.processes.is_alive(worker) for worker in workers if self.processes.has(worker)):
             hosts = ", ".join(sorted({worker.host for worker in remote}))
             where = f"; its workers run on {hosts}: run titan-ft chaos there" if hosts else "; no worker of it is alive"
             raise ConfigError(rule + where)
@@ -129,12 +127,12 @@ class Follower:
     def lighthouse_pid(self, job: Job) -> int | None:
         """Return the process of the lighthouse that `launch` keeps; None where it does not run, or not on this host."""
         # Its event does not say where it runs; that is with the workers.
-        if job.newest_lighthouse is None or not any(self._local.has(worker) for worker in job.everyone()):
+        if job.newest_lighthouse is None or not any(self.processes.has(worker) for worker in job.everyone()):
             return None
         lighthouse = Worker(
-            "the lighthouse", job.newest_lighthouse.lighthouse_pid, self._local.host, job.newest_lighthouse.mono
+            "the lighthouse", job.newest_lighthouse.lighthouse_pid, self.processes.host, job.newest_lighthouse.mono
         )
-        return lighthouse.pid if self._local.is_alive(lighthouse) else None
+        return lighthouse.pid if self.processes.is_alive(lighthouse) else None
 
     def follow(self, runner: ChaosRunner, stop: StopRequests, for_seconds: float | None) -> None:
         """Let the runner see the events and act, until it is done, the job has ended, or someone ends it."""

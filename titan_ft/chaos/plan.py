@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Annotated, Any
 
 import msgspec
@@ -63,7 +65,7 @@ _FAULTS = "a list of names, or a table of names and weights > 0"
 
 
 class Rule(Struct, frozen=True, kw_only=True, tag_field="when", tag=str.lower):
-    """A stream of faults without end: when they come is what the classes below it say."""
+    """A stream of faults without end; the classes below it define their times."""
 
     faults: Annotated[_Names | _Weights, Meta(title=_FAULTS, description='for example ["kill_group"]')]
     """Faults to choose from."""
@@ -89,6 +91,24 @@ class Rule(Struct, frozen=True, kw_only=True, tag_field="when", tag=str.lower):
         """Return how likely each fault is, to be divided by their sum."""
         return self.faults if isinstance(self.faults, dict) else dict.fromkeys(self.faults, 1.0)
 
+    def entries(self, source_of: Callable[[int], Random]) -> Iterator[ListedFault]:
+        """Yield times and faults, without end.
+
+        Args:
+            source_of: returns the source of all that is random about the fault with this number, from 0.
+        """
+        names, weights = list(self.weights), list(self.weights.values())
+        time = 0.0
+        for number in itertools.count():
+            source = source_of(number)
+            time = self.next_time(number, time, source)
+            (name,) = source.choices(names, weights)
+            yield ListedFault(time, self.params[name], {}, self.replica, self.rank)
+
+    def next_time(self, number: int, before: float, source: Random) -> float:
+        """Return the seconds of the fault with this number, which comes after the one at `before`."""
+        raise NotImplementedError
+
     def wanted(self) -> Iterator[tuple[Fault, int | None]]:
         """Yield each fault that may come, with its group."""
         return ((fault, self.replica) for fault in self.params.values())
@@ -98,6 +118,9 @@ class Every(Rule, frozen=True):
     """At 0, `seconds`, 2 x `seconds` and so on."""
 
     seconds: Annotated[PositiveNumber, Meta(description="give the seconds from one fault to the next")]
+
+    def next_time(self, number: int, before: float, source: Random) -> float:
+        return number * self.seconds  # no sum, whose rounding errors add up
 
     def __str__(self) -> str:
         return f"every {self.seconds:g} s: {', '.join(self.faults)}"
@@ -126,6 +149,10 @@ class Poisson(Rule, frozen=True):
             rule = "must be alone, or left out for both mtbf_hours_per_gpu and gpus"
             raise ConfigError(f"mtbf_seconds {rule}, got {' and '.join(given)}; give one or the other")
 
+    def next_time(self, number: int, before: float, source: Random) -> float:
+        assert self.mtbf_seconds is not None, "given, or computed when the rule was made"
+        return before + source.expovariate(1 / self.mtbf_seconds)
+
     def __str__(self) -> str:
         return f"on average every {self.mtbf_seconds:g} s: {', '.join(self.faults)}"
 
@@ -142,6 +169,9 @@ class Uniform(Rule, frozen=True):
             rule = f"must be >= min_seconds ({self.min_seconds:g})"
             raise ConfigError(f"max_seconds {rule}, got {self.max_seconds:g}; exchange the two")
 
+    def next_time(self, number: int, before: float, source: Random) -> float:
+        return before + source.uniform(self.min_seconds, self.max_seconds)
+
     def __str__(self) -> str:
         return f"every {self.min_seconds:g} to {self.max_seconds:g} s: {', '.join(self.faults)}"
 
@@ -150,16 +180,20 @@ class Uniform(Rule, frozen=True):
 class Listed:
     """Faults at the times of a list, which is in order of time."""
 
-    entries: tuple[ListedFault, ...]
+    listed: tuple[ListedFault, ...]
+
+    def entries(self, source_of: Callable[[int], Random]) -> Iterator[ListedFault]:
+        """Yield times and faults; nothing about them is random."""
+        return iter(self.listed)
 
     def __str__(self) -> str:
-        first, last = self.entries[0].at, self.entries[-1].at
-        when = f"at {first:g} s" if first == last else f"{len(self.entries)} times from {first:g} to {last:g} s"
-        return f"{when}: {', '.join(dict.fromkeys(entry.fault.name for entry in self.entries))}"
+        first, last = self.listed[0].at, self.listed[-1].at
+        when = f"at {first:g} s" if first == last else f"{len(self.listed)} times from {first:g} to {last:g} s"
+        return f"{when}: {', '.join(dict.fromkeys(entry.fault.name for entry in self.listed))}"
 
     def wanted(self) -> Iterator[tuple[Fault, int | None]]:
         """Yield each fault that may come, with its group."""
-        return ((entry.fault, entry.replica) for entry in self.entries)
+        return ((entry.fault, entry.replica) for entry in self.listed)
 
 
 class Plan(Struct, frozen=True):
@@ -174,7 +208,7 @@ class Plan(Struct, frozen=True):
     stop_after_seconds: float = 0.0
     """Seconds after the schedule's start after which no shot comes. 0 means never."""
     limits: Limits = Limits()
-    rules: tuple[Every | Poisson | Uniform | Listed, ...] = ()
+    rules: tuple[Rule | Listed, ...] = ()
 
     def __str__(self) -> str:
         """Say in a line what comes when."""

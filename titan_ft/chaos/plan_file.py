@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Uniform, new_seed
+from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Rule, Uniform, new_seed
 from titan_ft.config import ConfigError, closest, load_toml
 from titan_ft.data.assets import find_config
 from titan_ft.faults.catalogue import find_fault
@@ -72,7 +72,7 @@ _KINDS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def _read_rule(name: str, values: Any, folder: Path) -> Every | Poisson | Uniform | Listed:
+def _read_rule(name: str, values: Any, folder: Path) -> Rule | Listed:
     """Return the rule of one table `[[rule]]`."""
     when = values.get("when") if isinstance(values, Mapping) else None
     if not isinstance(when, str) or when not in _KINDS:

@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Uniform
+from titan_ft.chaos.plan import Limits, Listed, Plan, Rule
 from titan_ft.faults.fault import Fault, Need
 from titan_ft.faults.inside import LinkDead
 from titan_ft.run.events import Target
@@ -31,6 +30,11 @@ class Shot:
     """The group to hit; None lets the seed choose."""
     rank: int | None = None
     """The rank to hit; None lets the seed choose."""
+
+    @property
+    def key(self) -> tuple[str, int | None, int | None]:
+        """Return fault, number and seed, by which the events of agents name a shot."""
+        return self.fault.name, self.number, self.seed
 
 
 @dataclass(frozen=True)
@@ -72,44 +76,24 @@ class Refusal:
 
 def shots(plan: Plan) -> Iterator[Shot]:
     """Yield the plan's shots in order of time, perhaps without end. The plan's seed decides all that is random."""
-    streams = [_seeded(plan.seed, index, rule) for index, rule in enumerate(plan.rules)]
+    streams = [_of_rule(plan.seed, index, rule) for index, rule in enumerate(plan.rules)]
     # Of shots at one time the earlier rule's comes first: heapq.merge is stable.
-    merged = heapq.merge(*streams, key=lambda pair: pair[0].at)
-    for number, (entry, seed) in enumerate(merged):
-        if plan.stop_after_seconds and entry.at > plan.stop_after_seconds:
+    for number, shot in enumerate(heapq.merge(*streams, key=lambda shot: shot.time)):
+        if plan.stop_after_seconds and shot.time > plan.stop_after_seconds:
             return
-        yield Shot(number, entry.at, entry.fault, seed, entry.replica, entry.rank)
+        yield replace(shot, number=number)
 
 
-def _seeded(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) -> Iterator[tuple[ListedFault, int]]:
-    """Yield what one rule wants, each with a seed of its own.
+def _of_rule(seed: int, index: int, rule: Rule | Listed) -> Iterator[Shot]:
+    """Yield the shots of one rule, numbered within it, each with a seed of its own.
 
     That seed follows from the plan's seed, the place of the rule and the place within the rule: it depends neither on
     whether earlier shots were injected nor on other rules.
     """
-    for number, entry in enumerate(_entries(seed, index, rule)):
-        yield entry, _source(seed, index, number).getrandbits(32)
-
-
-def _entries(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) -> Iterator[ListedFault]:
-    """Yield times and faults of one rule, without end unless it is a list."""
-    if isinstance(rule, Listed):
-        yield from rule.entries
-        return
-    names, weights = list(rule.weights), list(rule.weights.values())
-    time = 0.0
-    for number in itertools.count():
-        source = _source(seed, index, number, "when and what")
-        match rule:
-            case Every():
-                time = number * rule.seconds  # no sum, whose rounding errors add up
-            case Poisson():
-                assert rule.mtbf_seconds is not None, "given, or computed when the rule was made"
-                time += source.expovariate(1 / rule.mtbf_seconds)
-            case Uniform():
-                time += source.uniform(rule.min_seconds, rule.max_seconds)
-        (fault,) = source.choices(names, weights)
-        yield ListedFault(time, rule.params[fault], {}, rule.replica, rule.rank)
+    entries = rule.entries(lambda number: _source(seed, index, number, "when and what"))
+    for number, entry in enumerate(entries):
+        own = _source(seed, index, number).getrandbits(32)
+        yield Shot(number, entry.at, entry.fault, own, entry.replica, entry.rank)
 
 
 def _source(*parts: object) -> random.Random:

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     Send = Callable[[socket.socket, memoryview], None]
 
 _IMPOSSIBLE_BYTES = 1 << 60  # more than any address space
-# Bit flips need three groups: with two that differ, no digest shows which of them is right.
-_MAJORITY = 3
 
 
 class InWorker(Fault, frozen=True):
@@ -198,28 +196,27 @@ class NanGradient(InWorker, frozen=True):
         worker.at_next_gradient(spoil)
 
 
-class FlipParameter(InWorker, frozen=True):
-    """One bit of one rank's parameters is flipped."""
-
-    name = "flip_parameter"
+class _Flip(InWorker, frozen=True):
     scope = "rank"
     category = "wrong numbers"
     ends = "healed"
-    min_up = _MAJORITY
+    min_up = 3  # with two groups that differ, no digest shows which of them is right
+
+
+class FlipParameter(_Flip, frozen=True):
+    """One bit of one rank's parameters is flipped."""
+
+    name = "flip_parameter"
 
     def start(self, task: Task, worker: TargetWorker) -> None:
         # A low bit of the mantissa, a millionth of the value: training stays sane.
         worker.between_steps.append(lambda: worker.flip_bit(task, worker.parameter_shards(), significance=20))
 
 
-class FlipOptimizer(InWorker, frozen=True):
+class FlipOptimizer(_Flip, frozen=True):
     """One bit of one rank's optimizer state is flipped."""
 
     name = "flip_optimizer"
-    scope = "rank"
-    category = "wrong numbers"
-    ends = "healed"
-    min_up = _MAJORITY
 
     def start(self, task: Task, worker: TargetWorker) -> None:
         # A high bit: moments decay, and a small change would be gone after some steps.

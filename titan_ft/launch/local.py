@@ -108,12 +108,12 @@ class LocalRun:
         self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
 
     def _chaos_runner(self, plan: Plan) -> ChaosRunner:
-        from titan_ft.chaos.processes import LocalProcesses  # a run that nobody breaks loads nothing of it
+        from titan_ft.chaos.processes import Processes  # a run that nobody breaks loads nothing of it
         from titan_ft.chaos.runner import ChaosRunner
 
         return ChaosRunner(
             plan,
-            processes=LocalProcesses(),
+            processes=Processes(),
             orders=self.plan.paths.chaos_orders,
             events=self._events,
             lighthouse_pid=lambda: self._lighthouse.pid,
