@@ -315,7 +315,7 @@ def test_config_shows_every_field_resolved(
     assert {*table, "semi_sync_method"} == set(FaultTolerance.__dataclass_fields__)
     assert (table["enable"], table["group_size"], values["training"]["steps"]) == (True, 4, 3)
     assert "group_size = 4  # default 0\n" in shown
-    assert "\nquorum_tick_ms = 20\n" in shown
+    assert "\nheartbeat_timeout_ms = 500\n" in shown
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import inspect
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,18 @@ from typing import Any
 import pytest
 
 from titan_ft import config as config_module
-from titan_ft.config import ConfigError, FaultTolerance, JobConfig, check_toml, load_toml, resolve_lighthouse, validate
+from titan_ft.config import (
+    REMOVED,
+    ConfigError,
+    FaultTolerance,
+    JobConfig,
+    check_toml,
+    load_toml,
+    resolve_lighthouse,
+    validate,
+)
 from titan_ft.round_settings import outer_optimizer, quantizes, steps_per_round
+from titan_ft.training.job_config import parse_config
 
 
 def make_config(changes: dict[str, Any] | None = None) -> Any:
@@ -129,10 +140,9 @@ def test_error_is_one_line_of_field_rule_value_and_remedy(changes: dict[str, Any
         ({"max_exchange_retries": -1}, ["max_exchange_retries must be >= 0"]),
         ({"digest_every": -5}, ["digest_every must be >= 0"]),
         ({"bucket_size_mb": 0}, ["bucket_size_mb must be > 0"]),
-        ({"heartbeat_interval_ms": 251}, ["heartbeat_interval_ms", "half of heartbeat_timeout_ms (500)", "251"]),
+        ({"heartbeat_timeout_ms": 49}, ["heartbeat_timeout_ms must be >= 50", "49", "every 20 ms"]),
         ({"heartbeat_timeout_ms": 10000}, ["heartbeat_timeout_ms", "< process_group_timeout_ms (10000)"]),
         ({"process_group_timeout_ms": 500}, ["heartbeat_timeout_ms", "< process_group_timeout_ms (500)"]),
-        ({"quorum_tick_ms": 501}, ["quorum_tick_ms must be <= heartbeat_timeout_ms (500)"]),
         ({"join_timeout_ms": 0}, ["join_timeout_ms must be > 0"]),
         ({"optimizer.early_step_in_backward": True}, ["optimizer.early_step_in_backward is not supported yet"]),
         ({"checkpoint.create_seed_checkpoint": True}, ["checkpoint.create_seed_checkpoint is not supported yet"]),
@@ -162,9 +172,8 @@ def test_broken_rule_is_named(changes: dict[str, Any], parts: list[str]) -> None
         {"group_size": 1},
         {"process_group": "nccl"},
         {"min_replica_size": 2},
-        {"heartbeat_interval_ms": 250},
-        {"quorum_tick_ms": 500},
-        {"bucket_size_mb": 1, "vote_timeout_seconds": 5},
+        {"heartbeat_timeout_ms": 50},
+        {"bucket_size_mb": 1, "finish_timeout_seconds": 5},
         {"max_exchange_retries": 0, "digest_every": 0, "events_folder": ""},
         {"transfer_max_mbps": 0, "catch_up_max_steps": 0, "hang_timeout_seconds": 0, "straggler_factor": 0},
         {"catch_up": "wait", "batch_policy": "constant", "lr_policy": "linear", "straggler_factor": 1},
@@ -280,7 +289,7 @@ def test_durations_are_positive(name: str, value: int) -> None:
         ({"group_size": 2.0}, ["fault_tolerance.group_size must be a whole number", "2.0"]),
         ({"bucket_size_mb": False}, ["fault_tolerance.bucket_size_mb must be a number", "False"]),
         ({"bucket_size_mb": math.nan}, ["fault_tolerance.bucket_size_mb must be finite", "nan"]),
-        ({"vote_timeout_seconds": math.inf}, ["fault_tolerance.vote_timeout_seconds must be finite", "inf"]),
+        ({"finish_timeout_seconds": math.inf}, ["fault_tolerance.finish_timeout_seconds must be finite", "inf"]),
         ({"enable": "no"}, ["fault_tolerance.enable must be true or false", "'no'"]),
         (
             {"lighthouse": "file:run"},
@@ -395,6 +404,21 @@ def test_lighthouse_comes_from_the_config_first() -> None:
     for fallback in (None, ""):
         with pytest.raises(ConfigError, match=r"fault_tolerance\.lighthouse must be set.*TORCHFT_LIGHTHOUSE"):
             resolve_lighthouse(FaultTolerance(), fallback)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_is_refused_with_its_remedy(name: str, tmp_path: Path) -> None:
+    """By its own name, in a TOML and as a flag in each spelling; each has what holds instead."""
+    assert name not in {f.name for f in dataclasses.fields(FaultTolerance)}
+    line = r"{}fault_tolerance[.]{} is no setting any more \(.+\) and must be left out, got {}; (remove it|set ).*"
+    with pytest.raises(ConfigError) as refused:
+        check_toml({"fault_tolerance": {name: 7}})
+    assert re.fullmatch(line.format("", name, 7), str(refused.value))
+    for written in (name, name.replace("_", "-")):
+        for flags in ([f"--fault_tolerance.{written}=7"], [f"--fault_tolerance.{written}", "7"]):
+            with pytest.raises(ConfigError) as refused:
+                parse_config(flags, None)
+            assert re.fullmatch(line.format("--", name, "'7'"), str(refused.value))
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,6 @@ class LighthouseSettings:
     that is left alone at the end of a run would wait here for ever."""
     heartbeat_timeout_ms: int = 500
     """Milliseconds without a heartbeat after which a group counts as gone."""
-    quorum_tick_ms: int = 20
-    """Milliseconds between two looks at who is there."""
     join_timeout_ms: int = 60_000
     """Milliseconds, from the first request, to wait for groups that heartbeat but have not asked for the quorum yet.
     With a semi_sync_method as many as the job's config has."""

@@ -33,9 +33,9 @@ MISTAKES = {
     "no groups": ("group_size = 0", ["fault_tolerance.group_size must be >= 1", "number of replica groups"]),
     "id out of range": ("replica_id = 2", ["fault_tolerance.replica_id must be < group_size (2), got 2"]),
     "too many demanded": ("min_replica_size = 3", ["min_replica_size must be <= group_size (2), got 3"]),
-    "slow heartbeat": ("heartbeat_interval_ms = 400", ["heartbeat_interval_ms", "heartbeat_timeout_ms (500)"]),
+    "removed key": ("vote_timeout_seconds = 9", ["fault_tolerance.vote_timeout_seconds is no setting any more"]),
     "wrong ordering": ("process_group_timeout_ms = 300", ["heartbeat_timeout_ms", "process_group_timeout_ms (300)"]),
-    "zero duration": ("vote_timeout_seconds = 0.0", ["fault_tolerance.vote_timeout_seconds must be > 0"]),
+    "zero duration": ("finish_timeout_seconds = 0.0", ["fault_tolerance.finish_timeout_seconds must be > 0"]),
     "unknown method": ('semi_sync_method = "dilico"', ["fault_tolerance.semi_sync_method", "did you mean diloco"]),
     "method, not its needs": (
         'semi_sync_method = "diloco"\nbatch_policy = "constant"',
@@ -55,6 +55,7 @@ FLAGS = {
     # torchtitan's parser answers these in a box, of which the last line is only its border.
     "misspelt flag": (["--training.stepz=5"], ["training.stepz", "training.steps"]),
     "wrong value": (["--training.steps=x"], ["training.steps", "'x'"]),
+    "removed flag": (["--fault_tolerance.vote_timeout_seconds=9"], ["vote_timeout_seconds is no setting any more"]),
 }
 
 
@@ -115,8 +116,8 @@ def test_nccl_without_a_gpu(make_job: Callable[..., Job]) -> None:
 
 def test_lighthouse_is_not_there(make_job: Callable[..., Job]) -> None:
     """A lighthouse that nobody runs ends the worker with a line that names its address."""
-    flags = [f"--fault_tolerance.lighthouse={LIGHTHOUSE}", "--fault_tolerance.connect_timeout_seconds=1"]
-    job = make_job(groups=1, flags=flags, max_restarts=0)
+    hooks = {"constants": {"titan_ft.membership.seat.CONNECT_SECONDS": 1.0}}
+    job = make_job(groups=1, flags=[f"--fault_tolerance.lighthouse={LIGHTHOUSE}"], hooks=hooks, max_restarts=0)
     job.run()
     assert [worker.code for worker in job.groups[0].workers] == [1], job.output(0)
     check_line(job.output(0), [LIGHTHOUSE, "check that it runs"])

@@ -59,8 +59,7 @@ def test_command_lines(config: Path) -> None:
     made = plan(config, worker_args=["--training.steps", "5"])
     lighthouse = " ".join(made.lighthouse_command(4711)[2:])
     assert lighthouse == (
-        "titan_ft lighthouse --bind 127.0.0.1:4711 --min-replicas 1 --heartbeat-timeout-ms 750 "
-        "--quorum-tick-ms 20 --join-timeout-ms 60000"
+        "titan_ft lighthouse --bind 127.0.0.1:4711 --min-replicas 1 --heartbeat-timeout-ms 750 --join-timeout-ms 60000"
     )
     root = config.parent / "run"
     command = supervisor_args(made, 1)
@@ -299,7 +298,7 @@ def test_refusals(config: Path, tmp_path: Path) -> None:
         (lambda: plan(config, lighthouse_port=70000), "--lighthouse-port must be <= 65535, got 70000"),
         (lambda: plan(config, num_replicas=1), r"min_replica_size must be <= --replicas \(1\), got 2"),
         (lambda: plan(tmp_path / "none.toml"), "none.toml"),
-        (lambda: plan(config, worker_args=["--fault_tolerance.quorum_tick_ms=x"]), "whole number, got 'x'"),
+        (lambda: plan(config, worker_args=["--fault_tolerance.heartbeat_timeout_ms=x"]), "whole number, got 'x'"),
         (lambda: plan(config, worker_args=["--fault_tolerance.join_timeout_ms=0"]), "join_timeout_ms must be > 0"),
         (lambda: plan(config, spares=-1), "--spares must be >= 0, got -1"),
         (lambda: plan(config, drain_timeout=0.0), "--drain-timeout must be > 0, got 0.0"),

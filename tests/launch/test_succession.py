@@ -230,7 +230,7 @@ def test_a_lighthouse_lives_where_it_cannot_log() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", f"127.0.0.1:{port}", "--min-replicas", "1"]
-    command += ["--join-timeout-ms", "600", "--quorum-tick-ms", "20", "--heartbeat-timeout-ms", "2000"]
+    command += ["--join-timeout-ms", "600", "--heartbeat-timeout-ms", "2000"]
     with open("/dev/full", "wb") as full:
         process = subprocess.Popen(command, stdout=full, stderr=full, env={**os.environ, "RUST_LOG": "error"})
     try:

@@ -246,12 +246,8 @@ class Seats:
             "replica_id": slot,
             "group_size": 2,
             "process_group_timeout_ms": 5000,
-            "quorum_timeout_seconds": 5.0,
-            "vote_timeout_seconds": 5.0,
-            "connect_timeout_seconds": 2.0,
             "start_timeout_seconds": 5.0,
             "finish_timeout_seconds": 0.5,
-            "heartbeat_interval_ms": 50,
             "bucket_size_mb": 1.0,
         }
         return FaultTolerance(**values | changes)

@@ -109,10 +109,13 @@ def test_one_that_was_only_slow_gives_no_quorum_any_more(moving: Any, path: Path
     assert {str(seat._seat._lighthouse) for seat in (one, other)} == {successor}
 
 
-def test_a_first_start_waits_for_the_successor(moving: Any, path: Path, start_lighthouse: Any) -> None:
+def test_a_first_start_waits_for_the_successor(
+    moving: Any, path: Path, start_lighthouse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that names one that is gone is no reason to end: Slurm starts another."""
+    monkeypatch.setattr("titan_ft.membership.seat.CONNECT_SECONDS", 0.3)
     Announcement("http://127.0.0.1:9").write(path)
-    taken = moving.submit(lambda: moving.take(0, config=moving.config(0, connect_timeout_seconds=0.3)))
+    taken = moving.submit(lambda: moving.take(0))
     with pytest.raises(TimeoutError):
         taken.result(1.0)
     Announcement(start_lighthouse()).write(path)

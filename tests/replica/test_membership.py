@@ -117,14 +117,15 @@ def test_a_quorum_is_asked_for_once_in_a_round(
 
 
 def test_waiting_for_others_is_no_error(
-    seats: Any, start_lighthouse: Callable[..., str], caplog: pytest.LogCaptureFixture
+    seats: Any, start_lighthouse: Callable[..., str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beyond quorum_timeout_seconds a group that waits for others says so and goes on waiting, with the same request.
+    """Beyond `PROBE_SECONDS` a group that waits for others says so and goes on waiting, with the same request.
 
     A rank that asked again would be counted for the next quorum, which its siblings would get without it.
     """
     seats.lighthouse = start_lighthouse(min_replicas=2)
-    one, two = (seats.take(slot, config=seats.config(slot, quorum_timeout_seconds=0.3)) for slot in (0, 1))
+    monkeypatch.setattr("titan_ft.membership.seat.PROBE_SECONDS", 0.3)
+    one, two = (seats.take(slot) for slot in (0, 1))
     asked = []
     client = one._seat._client
     one._seat._client = SimpleNamespace(_quorum=lambda **request: asked.append(request) or client._quorum(**request))
@@ -145,8 +146,9 @@ def test_a_long_wait_for_others_is_told(
     method: str | None,
     told: list[int],
 ) -> None:
-    """Each time that quorum_timeout_seconds are over; with rounds, which may be long, when it is twice as long."""
-    seat = seats.take(0, config=seats.config(0, quorum_timeout_seconds=10.0, semi_sync_method=method))._seat
+    """Each time that `PROBE_SECONDS` are over; with rounds, which may be long, when it is twice as long."""
+    monkeypatch.setattr("titan_ft.membership.seat.PROBE_SECONDS", 10.0)
+    seat = seats.take(0, config=seats.config(0, semi_sync_method=method))._seat
     now, reply = 0.0, Reply(7, ["one", "other"], 3)
 
     class Answer:
@@ -441,27 +443,29 @@ def test_a_newcomer_of_another_kind_ends(
 # The lighthouse
 
 
-def test_a_lighthouse_that_is_not_there(seats: Any) -> None:
-    """Taking a seat fails within connect_timeout_seconds, and names both ways to give the right address."""
+def test_a_lighthouse_that_is_not_there(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking a seat fails within `CONNECT_SECONDS`, and names both ways to give the right address."""
+    monkeypatch.setattr("titan_ft.membership.seat.CONNECT_SECONDS", 0.5)
     started = time.monotonic()
     with pytest.raises(LighthouseError) as caught:
-        seats.take(0, lighthouse="http://127.0.0.1:9", config=seats.config(0, connect_timeout_seconds=0.5))
+        seats.take(0, lighthouse="http://127.0.0.1:9")
     assert time.monotonic() - started < 5.0
-    for part in ("http://127.0.0.1:9", "connect_timeout_seconds", "fault_tolerance.lighthouse", "TORCHFT_LIGHTHOUSE"):
+    for part in ("http://127.0.0.1:9", "within 0.5 s", "fault_tolerance.lighthouse", "TORCHFT_LIGHTHOUSE"):
         assert part in str(caught.value)
 
 
-def test_a_lighthouse_that_dies(seats: Any, mortal_lighthouse: Any) -> None:
-    """A quorum that nobody answers ends after quorum_timeout_seconds with the same advice."""
+def test_a_lighthouse_that_dies(seats: Any, mortal_lighthouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quorum that nobody answers ends after `PROBE_SECONDS` with the same advice."""
+    monkeypatch.setattr("titan_ft.membership.seat.PROBE_SECONDS", 0.7)
     seats.lighthouse = mortal_lighthouse.address
-    member = seats.take(0, config=seats.config(0, quorum_timeout_seconds=0.7))
+    member = seats.take(0)
     seats.meet(member)
     member.vote(0, True)
     mortal_lighthouse.kill()
     member.begin(1)
     with pytest.raises(LighthouseError) as caught:
         member._pending.result(10.0)
-    for part in (seats.lighthouse, "quorum_timeout_seconds", "fault_tolerance.lighthouse", "TORCHFT_LIGHTHOUSE"):
+    for part in (seats.lighthouse, "within 0.7 s", "fault_tolerance.lighthouse", "TORCHFT_LIGHTHOUSE"):
         assert part in str(caught.value)
 
 
@@ -486,8 +490,7 @@ def test_a_lighthouse_that_comes_back(seats: Any, mortal_lighthouse: Any) -> Non
     It counts quorums from the beginning, under numbers that the groups' stores know already.
     """
     seats.lighthouse = mortal_lighthouse.address
-    patient = [seats.config(slot, quorum_timeout_seconds=60.0) for slot in (0, 1)]
-    members = [seats.take(slot, config=config) for slot, config in enumerate(patient)]
+    members = [seats.take(slot) for slot in (0, 1)]
     for step in range(3):
         seats.meet(*members, steps=[step, step])
         for member in members:
@@ -506,10 +509,7 @@ def test_no_key_of_a_store_is_used_twice(seats: Any, mortal_lighthouse: Any) -> 
     """Quorums that a restarted lighthouse numbers again, of the same members at the same step, share no store keys."""
     seats.lighthouse = mortal_lighthouse.address
     groups = [FakeProcessGroup() for _ in range(2)]
-    members = [
-        seats.take(slot, process_group=groups[slot], config=seats.config(slot, quorum_timeout_seconds=60.0))
-        for slot in (0, 1)
-    ]
+    members = [seats.take(slot, process_group=groups[slot]) for slot in (0, 1)]
     keys = []
     for _ in range(3):
         for _ in range(3):
@@ -525,13 +525,18 @@ def test_no_key_of_a_store_is_used_twice(seats: Any, mortal_lighthouse: Any) -> 
 
 
 def test_a_forgetful_lighthouse_separates_nobody(
-    seats: Any, mortal_lighthouse: Any, wait_until: Any, caplog: pytest.LogCaptureFixture
+    seats: Any,
+    mortal_lighthouse: Any,
+    wait_until: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A restarted lighthouse makes a quorum of the first that asks; that one waits for those it was with before."""
     seats.lighthouse = mortal_lighthouse.address
     # The second group's heartbeat is slow, so that the new lighthouse does not know it before it asks.
-    patient = [seats.config(0), seats.config(1, heartbeat_interval_ms=3_600_000)]
-    members = [seats.take(slot, config=config) for slot, config in enumerate(patient)]
+    one = seats.take(0)
+    monkeypatch.setattr("titan_ft.membership.seat.beat_interval", lambda config: timedelta(hours=1))
+    members = [one, seats.take(1)]
     seats.meet(*members)
     for member in members:
         member.vote(0, True)

@@ -301,11 +301,16 @@ def test_a_slow_exchange_is_not_broken_off(network: Network, start: Callable[...
 
 
 def test_the_lighthouse_goes_while_a_group_is_outside(
-    network: Network, seats: Any, mortal_lighthouse: Any, start: Callable[..., Group]
+    network: Network,
+    seats: Any,
+    mortal_lighthouse: Any,
+    start: Callable[..., Group],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The group waits for it too, for as long as it takes, and comes back when both are there again."""
     seats.lighthouse = mortal_lighthouse.address
-    stays, leaves = (start(slot, quorum_timeout_seconds=60.0, connect_timeout_seconds=0.2) for slot in range(2))
+    monkeypatch.setattr("titan_ft.membership.seat.CONNECT_SECONDS", 0.2)
+    stays, leaves = (start(slot) for slot in range(2))
     stays.wait_for([0, 1])
     network.cut(0, 1)
     leaves.wait_for_event("outside")

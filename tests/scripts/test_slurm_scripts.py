@@ -78,11 +78,11 @@ def test_what_differs_in_the_config_is_told_to_the_lighthouse(tmp_path: Path) ->
     config.write_text("[fault_tolerance]\nheartbeat_timeout_ms = 900\nsemi_sync_method = 'diloco'\n")
     options = ["--config=mine.toml", "--run-dir=run", "--replicas=2", "--ranks-per-replica=4", "--nodes=2", "--dry-run"]
     with contextlib.chdir(tmp_path):
-        done = submit(tmp_path, *options, "--", "--fault_tolerance.quorum_tick_ms=50")
+        done = submit(tmp_path, *options, "--", "--fault_tolerance.heartbeat_timeout_ms=750")
     assert done.returncode == 0, done.stderr
     lighthouse, groups = map(shlex.split, done.stdout.splitlines())
     assert lighthouse[lighthouse.index(str(tmp_path / "run")) + 1 :] == [
-        *("--heartbeat-timeout-ms", "900", "--quorum-tick-ms", "50", "--join-timeout-ms", str(24 * 3600 * 1000))
+        *("--heartbeat-timeout-ms", "750", "--join-timeout-ms", str(24 * 3600 * 1000))
     ]
     assert groups[groups.index("--ranks-per-node") + 1] == "2"
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tests.simulation.network import LIGHTHOUSE, Node
+from titan_ft.membership import seat
 
 if TYPE_CHECKING:
     from tests.simulation.rank import Rank
@@ -405,7 +406,7 @@ class LighthouseDies(Fault):
         world.kernel.after(self.seconds, start)
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        return error == "LighthouseError" and self.seconds >= world.config["connect_timeout_seconds"] / 2
+        return error == "LighthouseError" and self.seconds >= seat.CONNECT_SECONDS / 2
 
 
 @dataclass(frozen=True)

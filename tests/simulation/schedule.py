@@ -159,7 +159,6 @@ class _Draw:
             "finish_timeout_seconds": 2.0,
             "process_group_timeout_ms": 3000,
             "join_timeout_ms": 5000,
-            "quorum_timeout_seconds": 20.0,
             "hang_timeout_seconds": 20.0,
             "transfer_timeout_seconds": 20.0,
             "drain_timeout_seconds": 15.0,
@@ -292,7 +291,7 @@ class _Draw:
         """A training thread hangs, perhaps for longer than the others wait before they look for the lighthouse."""
         self.faults.append(Hang(self._time(0.2), self._slot(), self._rank()))
         if not any(kind.endswith("lighthouse") for kind in self.kinds):
-            self.config["quorum_timeout_seconds"] = self.rng.choice([0.3, 2.0, 20.0])
+            self.changes["probe_seconds"] = self.rng.choice([0.3, 2.0, 20.0])
 
     def slow(self) -> None:
         """A rank or a link is slow."""

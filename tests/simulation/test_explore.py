@@ -325,7 +325,7 @@ def test_a_group_is_waited_for_when_all_of_its_ranks_are_there() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_group_whose_ranks_meet_late_comes_late(seed: int) -> None:
     """It is refused for its shape by one that came before it: the seat counts, not where its ranks watch each other."""
-    fault_tolerance = {"enable": True, "group_size": 2, "start_timeout_seconds": 1.5, "quorum_timeout_seconds": 20.0}
+    fault_tolerance = {"enable": True, "group_size": 2, "start_timeout_seconds": 1.5}
     options = Options(2, 2, 40, fault_tolerance, odd=(1,), late={1: 1.1}, compute_seconds=0.2)
     with standins.installed():
         world = Schedule(seed, options, (CutInside(0.01, 0, 1, 0, True, 5.0),)).run(traces=True)
@@ -413,15 +413,14 @@ def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
 
 
 def test_ranks_that_wait_long_get_the_same_quorum() -> None:
-    """A group waits for one that hangs, and its ranks see one after the other that `quorum_timeout_seconds` is over."""
+    """A group waits for one that hangs, and its ranks see one after the other that `PROBE_SECONDS` are over."""
     fault_tolerance = {
         **QUICK,
         "group_size": 2,
         "process_group_timeout_ms": 3000,
-        "quorum_timeout_seconds": 0.3,
         "hang_timeout_seconds": 6.0,
     }
-    options = Options(2, 2, 3, fault_tolerance, lag=0.05, restart_seconds=(1.0, 1.0))
+    options = Options(2, 2, 3, fault_tolerance, lag=0.05, restart_seconds=(1.0, 1.0), probe_seconds=0.3)
     with standins.installed():
         for seed in range(4, 12):
             assert not Schedule(seed, options, (Hang(0.35, 0, 1),)).run().problems

@@ -29,6 +29,7 @@ from tests.simulation.transfer import Transfers
 from tests.simulation.waiting import WaitJudge
 from titan_ft.config import FaultTolerance
 from titan_ft.engine import drain
+from titan_ft.membership import seat
 from titan_ft.protocol.decision import Done, GiveUp, Wait
 from titan_ft.protocol.errors import ReplicaError
 from titan_ft.protocol.row import Standing
@@ -89,6 +90,7 @@ class Options:
         buffers: whether a forward may write a part of the state, so that no group offers it between rounds.
         scarce: chance that a donor's host is short of memory, so that it copies a part.
         forgets: whether data loaders do not go on where their state was saved.
+        probe_seconds: that a group waits for a quorum before it looks for the lighthouse.
         room: updates for which that rank of a group has memory which has least; 0 = for as many as there are.
     """
 
@@ -126,6 +128,7 @@ class Options:
     room: int = 0
     scarce: float = 0.0
     forgets: bool = False
+    probe_seconds: float = 20.0
 
     @property
     def round_steps(self) -> int:
@@ -290,7 +293,6 @@ class World(standins.World):
             kernel,
             min_replicas=options.min_replicas,
             join_timeout=config["join_timeout_ms"] / 1000,
-            tick=config["quorum_tick_ms"] / 1000,
             heartbeat_timeout=config["heartbeat_timeout_ms"] / 1000,
         )
         self.transfers = Transfers(kernel, self.network, options.transfer_seconds)
@@ -357,6 +359,7 @@ class World(standins.World):
         """Run until all groups have ended or a promise is broken; returns what was broken."""
         kernel = self.kernel
         standins.enter(kernel, self)
+        probe_seconds, seat.PROBE_SECONDS = seat.PROBE_SECONDS, self.options.probe_seconds
         try:
             for slot in range(self.options.groups):
                 if slot not in self.options.absent:
@@ -378,6 +381,7 @@ class World(standins.World):
         finally:
             kernel.close()
             standins.enter(None, None)
+            seat.PROBE_SECONDS = probe_seconds
             for rank in self.ranks.values():
                 rank.state.forget_hooks()
         return self.problems

@@ -34,6 +34,9 @@ from titan_ft.run.output import protected_native_output
 from titan_ft.run.stop import StopRequests
 
 ANNOUNCEMENT = "lighthouse listening at "
+_QUORUM_TICK_MS = 20
+"""From one look of the lighthouse at its groups to the next. A failure costs the survivors this much at most beside the
+heartbeat's timeout; a look takes microseconds."""
 
 
 def check_settings(settings: LighthouseSettings) -> None:
@@ -125,7 +128,7 @@ def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests) -> Non
             bind=bind,
             min_replicas=settings.min_replicas,
             join_timeout_ms=settings.join_timeout_ms,
-            quorum_tick_ms=settings.quorum_tick_ms,
+            quorum_tick_ms=_QUORUM_TICK_MS,
             heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
         )
     except RuntimeError as error:

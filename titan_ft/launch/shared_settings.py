@@ -52,7 +52,6 @@ def lighthouse_settings(table: Mapping[str, Any]) -> LighthouseSettings:
         # left at the end of a run would wait for a quorum for ever.
         min_replicas=1,
         heartbeat_timeout_ms=table.get("heartbeat_timeout_ms", defaults.heartbeat_timeout_ms),
-        quorum_tick_ms=table.get("quorum_tick_ms", defaults.quorum_tick_ms),
         join_timeout_ms=join_timeout_ms,
     )
     check_settings(settings)

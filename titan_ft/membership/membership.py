@@ -46,7 +46,7 @@ from titan_ft.membership.pulse import (
     find_outsiders,
 )
 from titan_ft.membership.rendezvous import Rendezvous
-from titan_ft.membership.seat import Seat
+from titan_ft.membership.seat import CONNECT_SECONDS, Seat
 from titan_ft.protocol.member import Admission, Member, Quorum, admit, members_of_job
 from titan_ft.run.address import join_address
 from titan_ft.run.events import ForeignMember, Joined, LeftOut, LighthouseMoved, PeerSilent
@@ -55,6 +55,10 @@ from titan_ft.run.log import EventLog
 from titan_ft.transfer.reach import Peer, Probe, look_up
 
 logger = logging.getLogger(__name__)
+
+VOTE_SECONDS = 60.0
+"""That the ranks of a group wait for each other in a vote. They have just ended the same exchange, so that they vote
+within milliseconds; a rank that hangs would make the other groups wait, and this ends its group."""
 
 # A lighthouse that was started again knows nobody, and forms a quorum of the first groups that ask. The product is well
 # above the time that all groups need to heartbeat again.
@@ -104,7 +108,7 @@ class Membership:
     ) -> None:
         self._config, self._group_rank, self._events, self._probe = config, group_rank, events, probe
         own_store = _connect(store)
-        connect_timeout = timedelta(seconds=config.connect_timeout_seconds)
+        connect_timeout = timedelta(seconds=CONNECT_SECONDS)
         # For quorums, by the quorum thread, and for the votes between them, by the training thread.
         self._agreement = Agreement(
             lambda: _connect(store, connect_timeout),
@@ -204,7 +208,7 @@ class Membership:
         """Wait for the quorum asked for; if this group cannot reach all of the others, until it can or they are gone.
 
         Raises:
-            LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`.
+            LighthouseError: the lighthouse did not answer for `seat.PROBE_SECONDS`.
             Leaving: the group was told to leave, and cannot reach the others anyway.
             ReplacedError, ConfigMismatchError, ForeignMemberError: see `titan_ft.protocol.member.admit`.
         """
@@ -217,7 +221,7 @@ class Membership:
         After a "no" the lighthouse renews the quorum's id, so that all members build a new process group.
 
         Raises:
-            TimeoutError: not all ranks have voted within `vote_timeout_seconds`.
+            TimeoutError: not all ranks have voted within `VOTE_SECONDS`.
             LighthouseError: this group has left.
         """
         if not ok:
@@ -231,13 +235,14 @@ class Membership:
         return agreed
 
     def _agree_on(self, step: int, ok: bool) -> bool:
-        timeout = self._config.vote_timeout_seconds
         try:
-            answer = self._agreement.rank0_decides(() if ok else ("no",), lambda said: "no" if said else "yes", timeout)
+            answer = self._agreement.rank0_decides(
+                () if ok else ("no",), lambda said: "no" if said else "yes", VOTE_SECONDS
+            )
         except TimeoutError as error:
             raise TimeoutError(
-                f"the ranks of this group did not all vote after step {step} within fault_tolerance."
-                f"vote_timeout_seconds ({timeout:g} s): one of them hangs, or is far slower than the others"
+                f"the ranks of this group did not all vote after step {step} within {VOTE_SECONDS:g} s: "
+                "one of them hangs, or is far slower than the others"
             ) from error
         return answer == "yes"
 

@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from titan_ft.config import FaultTolerance
 from titan_ft.membership.pulse import SILENT_BEATS, StatusPage
+from titan_ft.membership.seat import CONNECT_SECONDS, beat_interval
 from titan_ft.protocol.errors import LighthouseError
 from titan_ft.run.address import bracketed, join_address, split_address
 
@@ -60,7 +61,7 @@ class RankWatch:
     ) -> None:
         from torchft.coordination import LighthouseServer, ManagerServer
 
-        interval = max(config.heartbeat_interval_ms / 1000, num_ranks / _MAX_BEATS)
+        interval = max(beat_interval(config).total_seconds(), num_ranks / _MAX_BEATS)
         self._patience = max(SILENT_BEATS * config.heartbeat_timeout_ms / 1000, _MISSED_BEATS * interval)
         self._rank, self._num_ranks, self._store, self._key = rank, num_ranks, store, key
         self._on_silence = on_silence
@@ -84,13 +85,13 @@ class RankWatch:
                 store_addr="",
                 world_size=1,
                 heartbeat_interval=timedelta(seconds=interval),
-                connect_timeout=timedelta(seconds=config.connect_timeout_seconds),
+                connect_timeout=timedelta(seconds=CONNECT_SECONDS),
                 quorum_retries=0,
             )
         except Exception as error:
             raise LighthouseError(
                 f"rank {rank} of this group ({hostname}) cannot reach rank 0 at {address} within "
-                f"fault_tolerance.connect_timeout_seconds ({config.connect_timeout_seconds:g} s): {error}; check that "
+                f"{CONNECT_SECONDS:g} s: {error}; check that "
                 "the hosts of a group reach each other at any port, and fault_tolerance.advertise_address"
             ) from error
         if rank == 0:

@@ -49,6 +49,18 @@ _REQUEST = timedelta(days=30)
 # retries, or 0.1 s.
 _LIGHTHOUSE_RETRIES = 10**8
 _LEFT = "this group has left the job"
+CONNECT_SECONDS = 10.0
+"""To open a connection inside a job. Long, because a process that is just being started may yet have to listen; an
+address that nobody will ever listen at costs a start that fails no more than this."""
+PROBE_SECONDS = 60.0
+"""Without a quorum, after which a group looks whether the lighthouse answers. A wait for other groups may take as long
+as their step, so the time only bounds how late a dead lighthouse is noticed, and how often a long wait is logged."""
+_BEATS_IN_TIMEOUT = 10  # so that the lighthouse evicts nobody for a few heartbeats that come late
+
+
+def beat_interval(config: FaultTolerance) -> timedelta:
+    """Return the time from one heartbeat to the next."""
+    return timedelta(milliseconds=config.heartbeat_timeout_ms) / _BEATS_IN_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -170,7 +182,7 @@ class Seat:
         from torchft.coordination import ManagerClient, ManagerServer
 
         config = self._config
-        connect_timeout = timedelta(seconds=config.connect_timeout_seconds)
+        connect_timeout = timedelta(seconds=CONNECT_SECONDS)
         try:
             server = ManagerServer(
                 replica_id=member.replica_id,
@@ -179,13 +191,13 @@ class Seat:
                 bind="127.0.0.1:0",  # only this process asks it
                 store_addr=member.store,
                 world_size=1,  # who asks it, and not the number of ranks
-                heartbeat_interval=timedelta(milliseconds=config.heartbeat_interval_ms),
+                heartbeat_interval=beat_interval(config),
                 connect_timeout=connect_timeout,
                 quorum_retries=_LIGHTHOUSE_RETRIES,
             )
             self._client = ManagerClient(server.address(), connect_timeout=connect_timeout)
         except Exception as error:
-            raise self._unreachable("connect", config.connect_timeout_seconds, error, url) from error
+            raise self._unreachable(CONNECT_SECONDS, error, url) from error
         self._replace_server(server)
         self._opened_as = member
         return member.replica_id
@@ -221,7 +233,7 @@ class Seat:
         A collective: all ranks get the same answer, or the same error.
 
         Raises:
-            LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`, or this group has left.
+            LighthouseError: the lighthouse did not answer for `PROBE_SECONDS`, or this group has left.
         """
         answer = json.loads(self._agreement.rank0_decides((), lambda _: self._ask_for_all(step, failures)))
         if isinstance(answer, str):
@@ -242,7 +254,7 @@ class Seat:
         return json.dumps([reply.quorum_id, reply.max_step, names, moved])
 
     def _ask_until_answered(self, step: int, failures: int) -> Any:
-        timeout = self._config.quorum_timeout_seconds
+        timeout = PROBE_SECONDS
         asked = tell = time.monotonic()
         deadline = asked + timeout
         answer = self._ask(step, failures)
@@ -285,7 +297,7 @@ class Seat:
 
         Groups that end take the state with them. Slurm may take minutes until it has started another lighthouse.
         """
-        lost = self._unreachable("quorum", seconds, error)
+        lost = self._unreachable(seconds, error)
         if not self._lighthouse.is_file:
             raise lost from error
         logger.warning("%s; waiting for another one to announce itself", lost)
@@ -331,7 +343,7 @@ class Seat:
     def _probe_lighthouse(self, timeout: float, error: Exception) -> None:
         """Raise if nobody listens at the lighthouse's address; else it only waits for other groups."""
         try:
-            socket.create_connection(split_address(str(self._lighthouse)), self._config.connect_timeout_seconds).close()
+            socket.create_connection(split_address(str(self._lighthouse)), CONNECT_SECONDS).close()
         except OSError as refused:
             self._give_up(timeout, refused)
 
@@ -349,11 +361,11 @@ class Seat:
         )
         return now + seconds
 
-    def _unreachable(self, what: str, seconds: float, error: BaseException, url: str = "") -> LighthouseError:
+    def _unreachable(self, seconds: float, error: BaseException, url: str = "") -> LighthouseError:
         # Three hundred characters of Rust, which say no more than the line; they are in the log.
         logger.warning("the lighthouse did not answer: %s", error)
         return LighthouseError(
-            f"the lighthouse at {url or self._lighthouse} did not answer within fault_tolerance.{what}_timeout_seconds "
-            f"({seconds:g} s); check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "
+            f"the lighthouse at {url or self._lighthouse} did not answer within {seconds:g} s; "
+            f"check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "
             "name it"
         )

@@ -22,7 +22,7 @@ from titan_ft.training.custom_import import import_custom
 from titan_ft.training.divisions import check_model, num_experts
 from titan_ft.training.flavors import register_flavors
 from titan_ft.training.own_trainer import check_tables, check_trainer
-from titan_ft.usage import refusing
+from titan_ft.usage import find_values, refusing
 
 # Fields of [fault_tolerance] that a group may have to itself; job_id is compared by name.
 _MAY_DIFFER = (
@@ -126,6 +126,10 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
     check_steps(values, args)
 
     def unknown(flag: str) -> str:
+        table, _, name = _as_in_toml(flag).removeprefix("--").partition(".")
+        if table == ft_config.TABLE and name in ft_config.REMOVED:
+            _, value = next(find_values(args, [flag]))
+            return ft_config.removed(_as_in_toml(flag), value)
         hint = closest(_as_in_toml(flag), (_as_in_toml(known) for known in _flags(schema)))
         return f"{_as_in_toml(flag)} is no flag of torchtitan; {hint}correct or remove it"
 

@@ -45,6 +45,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,6 +98,10 @@ TRAINERS = (ReplicaTrainer, SemiSyncTrainer)  # each has an `_apply` of its own
 
 flavor.register()
 state_fetch._CHUNK = 1 << 18  # a tiny state, too, takes several requests
+for constant, value in SETTINGS.get("constants", {}).items():  # by their full names
+    module, _, name = constant.rpartition(".")
+    getattr(sys.modules[module], name)  # it is there
+    setattr(sys.modules[module], name, value)
 
 
 class Worker:
