@@ -51,13 +51,13 @@ from torchtitan.config import Checkpoint  # noqa: E402
 
 from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.engine.outer import OuterModel  # noqa: E402
+from titan_ft.host.hugging_face import MERGING  # noqa: E402
 from titan_ft.protocol.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.round_settings import OuterOptimizer  # noqa: E402
 from titan_ft.semi_sync import SemiSyncTrainer  # noqa: E402
 from titan_ft.training import checkpoint_choice  # noqa: E402
 from titan_ft.training.checkpoint import SaveError, latest_due  # noqa: E402
 from titan_ft.training.checkpoint_choice import LoadError  # noqa: E402
-from titan_ft.training.checkpoint_export import MERGING  # noqa: E402
 from titan_ft.training.checkpoint_folder import (  # noqa: E402
     MANIFEST,
     Manifest,

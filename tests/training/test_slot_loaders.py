@@ -20,7 +20,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ft.config import FaultTolerance
 from titan_ft.engine.feed import load_loader, save_loader
-from titan_ft.training.slot_loaders import SlotLoaders, _prepare_worker
+from titan_ft.host.loader_workers import prepare_worker
+from titan_ft.training.slot_loaders import SlotLoaders
 
 
 def loaders(slot: int, group_size: int, shard: int = 0, num_shards: int = 1, workers: int = 0) -> SlotLoaders:
@@ -143,7 +144,7 @@ def test_a_worker_keeps_no_connection_of_its_rank_open() -> None:
     worker = os.fork()
     if worker == 0:
         try:
-            _prepare_worker(None, 0)
+            prepare_worker(None, 0)
             ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
             os.write(report, b"1" if ignored else b"0")
             os.close(stay)

@@ -18,7 +18,8 @@ from torchtitan.hf_datasets import DatasetConfig, text_datasets
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from titan_ft.config import ConfigError
-from titan_ft.training.slot_loaders import _prepare_worker, enough_documents
+from titan_ft.host.loader_workers import prepare_worker
+from titan_ft.training.slot_loaders import enough_documents
 from titan_ft.training.validation import TO_THE_END, ValidationBatches, check_steps
 
 WAIT_SECONDS = 60.0  # for another rank; a rank that waits for longer waits for ever
@@ -184,7 +185,7 @@ def test_a_validator_of_the_user_s_finds_its_loader() -> None:
     loader = SimpleNamespace(num_workers=2, worker_init_fn=None, dataset=SimpleNamespace(name="mine"))
     read = ValidationBatches(loader, steps=2, gather=lambda own: [own], beat=lambda: None)
     assert read.dataset.name == "mine"
-    assert loader.worker_init_fn.func is _prepare_worker
+    assert loader.worker_init_fn.func is prepare_worker
 
 
 def test_an_error_of_the_loader_is_its_own() -> None:

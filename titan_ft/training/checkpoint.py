@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_ft.config import ConfigError
+from titan_ft.host.hugging_face import merge_together
 from titan_ft.host.titan_0_2 import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager, logger, purge
 from titan_ft.round_settings import steps_per_round
 from titan_ft.run.events import (
@@ -56,7 +57,6 @@ from titan_ft.training.checkpoint_export import (
     check_import,
     describe_tensors,
     gather_tensors,
-    merge_together,
 )
 from titan_ft.training.checkpoint_folder import (
     LATEST,

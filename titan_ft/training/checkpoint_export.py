@@ -9,13 +9,12 @@ tensor makes that whole file unreadable, and torch does not look: old Llama inde
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import _consolidate_hf_safetensors
 
 from titan_ft.config import ConfigError
 from titan_ft.host.titan_0_2 import logger
@@ -25,41 +24,6 @@ from titan_ft.training.checkpoint_damage import check_safetensors
 from titan_ft.training.checkpoint_folder import INDEX, DamagedError
 
 _MAX_NAMED = 3  # tensors that a line names
-
-MERGING = ("_consolidate_safetensors_files", "_write_overall_metadata_file")
-"""What may fail on one rank between torch's collectives when files of Hugging Face's format are merged."""
-
-
-def merge_together(save: Callable[[], Any]) -> None:
-    """Save in Hugging Face's format; a rank that cannot merge its files still meets the others in torch's collectives.
-
-    Each rank merges files of its own after DCP's part, and torch lets one that fails leave the others waiting for it.
-
-    Raises:
-        Exception: that of the merging.
-    """
-    failures: list[Exception] = []
-
-    def carry_on(act: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return act(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001  # raised below
-                failures.append(error)
-                return {}
-
-        return wrapped
-
-    acts = {name: getattr(_consolidate_hf_safetensors, name) for name in MERGING}
-    try:
-        for name, act in acts.items():
-            setattr(_consolidate_hf_safetensors, name, carry_on(act))
-        save()
-    finally:
-        for name, act in acts.items():
-            setattr(_consolidate_hf_safetensors, name, act)
-    if failures:
-        raise failures[0]
 
 
 class ExportError(Exception):

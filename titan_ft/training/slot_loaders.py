@@ -5,22 +5,17 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import os
-import signal
-import socket
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset
-from torchdata.stateful_dataloader import worker
 
 from titan_ft.config import ConfigError, FaultTolerance
+from titan_ft.host.loader_workers import prepare_workers
 from titan_ft.host.titan_0_2 import Trainer, logger
 from titan_ft.run.events import LoaderChecked
-from titan_ft.run.process import borrowed_socket, own_sockets
 from titan_ft.training.loader_check import check_loader
 
 if TYPE_CHECKING:
@@ -104,12 +99,6 @@ def enough_documents(field: str, num_shards: int) -> Iterator[None]:
         ) from error
 
 
-def prepare_workers(loader: Any) -> None:
-    """Let the worker processes of a loader, if it has any, leave its rank's signals and sockets alone."""
-    if getattr(loader, "num_workers", 0):
-        loader.worker_init_fn = functools.partial(_prepare_worker, loader.worker_init_fn)
-
-
 def _check_workers(loader: Any) -> None:
     """Tell of data that torchtitan does not share out among the loader's workers.
 
@@ -127,42 +116,3 @@ def _check_workers(loader: Any) -> None:
             "training.dataloader.num_workers must be <= the files of the stream for each data rank "
             f"({data.num_shards}), got {workers}; lower it, or cut the data into more files"
         )
-
-
-def _prepare_worker(init: Callable[[int], None] | None, number: int) -> None:
-    """Make a data loader's worker ready, and then what the loader's own `init` does in it."""
-    # Slurm and Kubernetes signal all processes of a job: the group still reads batches to leave in order.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _let_go_of_connections()
-    _copy_states()
-    if init is not None:
-        init(number)
-
-
-def _copy_states() -> None:
-    """Make the state that torchdata sends with a batch the state behind that batch.
-
-    A thread of the worker's queue writes it while the worker reads on, and torchtitan's text dataset goes on changing
-    the list of tokens that it has given: whoever went on from there had tokens twice.
-    """
-    serialize = worker.try_to_serialize
-    worker.try_to_serialize = lambda of: copy.deepcopy(serialize(of))
-
-
-def _let_go_of_connections() -> None:
-    """Make a forked worker keep none of its rank's connections open: peers would wait for what is closed, or dead."""
-    # Replaced, not closed: the numbers must not be used again under their owners' feet.
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd in _inet_sockets():
-        os.dup2(nothing, fd, inheritable=False)
-    os.close(nothing)
-
-
-def _inet_sockets() -> list[int]:
-    """Return the descriptors of this process's network sockets; none where the system does not list them."""
-    found = []
-    for descriptor, inode in own_sockets():
-        with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as connection:
-            if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
-                found.append(descriptor)
-    return found

@@ -10,8 +10,8 @@ from typing import Any
 
 from titan_ft.config import ConfigError, read_flags
 from titan_ft.engine.feed import Batch
+from titan_ft.host.loader_workers import prepare_workers
 from titan_ft.host.titan_0_2 import logger
-from titan_ft.training.slot_loaders import prepare_workers
 
 TO_THE_END = -1
 """Value of `validation.steps` with which torchtitan validates on all of the data."""
