@@ -10,6 +10,7 @@ import json
 import math
 import random
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from titan_ft.faults.catalogue import FAULTS
 from titan_ft.history import intervals
 from titan_ft.history.check import check
 from titan_ft.history.goodput import goodput
-from titan_ft.history.incidents import Incident, find_failures
+from titan_ft.history.incidents import Incident, find_failures, find_incidents
 from titan_ft.history.notes import find_notes
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report import charts
@@ -416,6 +417,19 @@ def test_plotly_accepts_every_figure(short_campaign: list[Event]) -> None:
         if chart.x.kind == "clock":  # a number of two or four digits would be a year
             numbers = [x for trace in drawn["data"] for x in [*trace["x"], *trace.get("base", [])]]
             assert not [x for x in numbers if float(x).is_integer() and len(str(int(x))) in (2, 4)]
+
+
+def test_the_readmes_picture_shows_a_failure(short_campaign: list[Event]) -> None:
+    """docs/images/screenshots.py draws the page's chart around the first group that ended, with the job's commits."""
+    script = Path(__file__).parents[2] / "docs/images/screenshots.py"
+    record = RunRecord(short_campaign)
+    chart = runpy.run_path(str(script))["chart_failure"](record)
+    failure = next(each for each in find_incidents(record) if each.ended and each.replicas)
+    begin, end = chart.x.bounds
+    assert begin < failure.time - record.begin < end
+    commits = {e.step: e.time - record.begin for e in record.commits}.values()
+    assert layer_of(chart, Rules).x == [time for time in commits if begin <= time <= end]
+    assert "lost" in {layer.state for layer in chart.layers if isinstance(layer, Boxes)}
 
 
 def test_promise_that_does_not_hold_is_named(short_campaign: list[Event], tmp_path: Path) -> None:
