@@ -222,6 +222,7 @@ def test_batch_that_differs_when_read_again() -> None:
     assert (differing.slot, differing.first_batch, differing.num_batches) == (0, 4, 2)
     assert "rank 1" in differing.detail
     assert "deadbeef" in differing.detail
+    assert "whether any were lost or repeated is not known" in found.counts()
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -382,6 +383,7 @@ def test_two_groups_that_read_the_same_slot() -> None:
     job.commit([0, 1], reads={0: [0, 2], 1: [1, 2]})
     found = audit(job.events)
     assert brief(found) == ("does not hold", 6, 0, 2, 0)
+    assert [repeat.slot for repeat in found.repeated] == [2]
     assert "trained by several groups at step 1" in format_audit(found)
 
 

@@ -94,6 +94,12 @@ def test_a_round_of_all_groups_is_an_update() -> None:
     assert decide(trains(), made_of([ready(0), ready(1), ready(2)]), config()) == Commit()
 
 
+def test_an_update_descends_from_the_state_before_it() -> None:
+    """The same exchange on another state makes another state: its lineage tells the two apart."""
+    lineages = {made_of([ready(0, lineage=before), ready(1, lineage=before)]).update(20).lineage for before in (5, 6)}
+    assert len(lineages) == 2
+
+
 def test_strays_are_left_behind_at_once() -> None:
     """What a stray sent is in the sum: the round is no update, and is made again without it."""
     made = made_of([ready(0), ready(1), ready(2, lineage=5)])
@@ -286,7 +292,8 @@ def test_the_first_step_waits_for_all_groups_up_to_a_time() -> None:
     for rank in (0, 1):
         made = made_of(rows, rank)
         assert isinstance(decide(Position(), made, config(rank, start_timeout_seconds=6.0)), Wait)
-        assert decide(Position(), made, config(rank, start_timeout_seconds=5.0)) == Begin(missing=1)
+        for seconds in (5.0, 5.5):
+            assert decide(Position(), made, config(rank, start_timeout_seconds=seconds)) == Begin(missing=1)
         assert decide(Position(), made, config(rank, size=2)) == Begin(missing=0)
         act = decide(Position(), made, config(rank, start_timeout_seconds=5.0, min_replica_size=3))
         assert isinstance(act, GiveUp)
@@ -363,14 +370,16 @@ def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
     """After a while, for holders may only be late; who has a later one to come is waited for."""
     rows = [behind(0, step=5, seen=9), behind(1, step=4, seen=9)]
     alone = {"standing": Standing.BEHIND, "alone": ALONE_SECONDS}
-    assert isinstance(decide(Position(standing=Standing.BEHIND, step=5), made_of(rows), config()), Wait)
+    wait = decide(Position(standing=Standing.BEHIND, step=5), made_of(rows), config())
+    assert wait == Wait("no holder of the state is in the quorum")
     assert decide(Position(**alone, step=5), made_of(rows), config()) == RollBack()
     assert isinstance(decide(Position(**alone, step=4), made_of(rows, 1), config(1)), Wait)
     assert isinstance(decide(Position(**alone, step=5, corrupt=True), made_of(rows), config()), Wait)
-    lost = [behind(0, seen=9), behind(1, seen=9)]
-    act = decide(Position(**alone), made_of(lost), config())
-    assert isinstance(act, GiveUp)
-    assert isinstance(act.error, JobLostError)
+    for seen in (1, 9):
+        lost = [behind(0, seen=seen), behind(1, seen=seen)]
+        act = decide(Position(**alone), made_of(lost), config())
+        assert isinstance(act, GiveUp)
+        assert isinstance(act.error, JobLostError)
     assert decide(Position(**alone), made_of([behind(0), behind(1)]), config()) == RollBack()
 
 

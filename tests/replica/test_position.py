@@ -142,3 +142,13 @@ def test_exclusions_are_counted_in_a_row() -> None:
     for slots, count in (([1], 1), ([0, 1], 2), ([0], 0), ([1], 1)):
         position.exclude(slots, own=1)
         assert position.exclusions == count
+
+
+def test_broken_rounds_are_counted_in_a_row() -> None:
+    """A round that works begins the count anew."""
+    position = Position(step=7)
+    position.broke()
+    position.broke()
+    assert position.failures == 2
+    position.observe(made_of(ready(0)))
+    assert position.failures == 0

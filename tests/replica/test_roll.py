@@ -105,6 +105,14 @@ def test_a_group_that_was_restarted_since_is_not_left_the_report() -> None:
     assert roll.find_changes({0: 0.1, 1: 20.0, 2: 0.1}, [], 37.0, after) == [], "the new process took part with it"
 
 
+def test_a_start_that_becomes_known_late_is_no_restart() -> None:
+    """The status page names a group's heartbeat before its start: group 0 has heard group 1, and reports it."""
+    roll = trained(own=2)
+    assert roll.find_changes({0: 0.0, 1: 0.5, 2: 0.1}, [], 5.5) == []
+    started = {0: 99.0, 1: 99.0, 2: 99.0}
+    assert roll.find_changes({0: 0.1, 1: 11.0, 2: 0.1}, [], 16.0, started) == []
+
+
 def test_who_could_not_hear_gives_all_groups_time() -> None:
     """After a freeze of its own, or without a lighthouse, nobody is lost at once."""
     roll = trained()
