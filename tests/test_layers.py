@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import tomli
+
 
 def test_the_layers_hold() -> None:
     """The contracts of pyproject.toml: imports go down only, and what must load without torch does.
@@ -39,6 +41,14 @@ def test_a_launch_without_chaos_loads_nothing_that_breaks_things(tmp_path: Path)
         "print(*(name for name in sys.modules if name.startswith(('titan_ft.chaos', 'titan_ft.faults'))))"
     )
     assert run(code) == ""
+
+
+def test_mutmut_changes_and_runs_files_that_exist() -> None:
+    """A module or test that is moved would silently drop out of scripts/mutate.sh."""
+    root = Path(__file__).parents[1]
+    settings = tomli.loads((root / "pyproject.toml").read_text())["tool"]["mutmut"]
+    assert all(list(root.glob(pattern)) for pattern in settings["only_mutate"])
+    assert all((root / test).is_file() for test in settings["pytest_add_cli_args_test_selection"])
 
 
 def run(code: str) -> str:

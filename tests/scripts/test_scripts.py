@@ -281,7 +281,8 @@ def test_the_gpu_check_refuses_what_it_cannot_do(arguments: tuple[str, ...], tol
 
 
 @pytest.mark.parametrize(
-    "script", ["quickstart", "smoke_single_gpu", "test", "explore", "campaign", "check_gpu", "kill_and_rejoin"]
+    "script",
+    ["quickstart", "smoke_single_gpu", "test", "explore", "campaign", "check_gpu", "kill_and_rejoin", "mutate"],
 )
 def test_help_comes_before_anything_is_installed(script: str, tmp_path: Path) -> None:
     """At once, also where there is no Python at all."""
