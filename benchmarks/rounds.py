@@ -80,7 +80,7 @@ def configure(base: Mapping[str, Any], job: Job, case: Case, steps: int = STEPS)
     if case.outer_lr is not None:
         config["fault_tolerance"] |= {"semi_sync_method": "diloco", "sync_steps": case.sync_steps}
         if job.system == OURS:  # torchtitan's own has these fixed, lr 0.7 as well
-            settings = {"outer_lr": case.outer_lr, "outer_momentum": 0.9, "outer_nesterov": True}
+            settings = {"outer_lr": case.outer_lr, "outer_momentum": 0.9}
             config["fault_tolerance"] |= {**settings, "digest_every": 1}
     ranks = job.num_groups * job.num_ranks
     config["training"] |= {"seq_len": SEQ_LEN, "local_batch_size": GLOBAL_BATCH // ranks}

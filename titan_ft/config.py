@@ -35,10 +35,16 @@ CHOICES = {
 }
 
 REMOVED = {
+    "bind_address": ("a donor serves its state at advertise_address", "set advertise_address"),
     "connect_timeout_seconds": ("it is always 10 s", "remove it"),
+    "events_folder": ("it is always events, below job.dump_folder", "remove it"),
     "heartbeat_interval_ms": ("it is always a tenth of heartbeat_timeout_ms", "remove it, or set heartbeat_timeout_ms"),
+    "max_exchange_retries": ("it is always 10", "remove it"),
+    "outer_nesterov": ("the momentum is always Nesterov's", "remove it, or set outer_momentum"),
     "quorum_tick_ms": ("it is always 20 ms", "remove it"),
     "quorum_timeout_seconds": ("it is always 60 s", "remove it"),
+    "straggler_factor": ("it is always 1.5", "remove it"),
+    "straggler_steps": ("it is always 5", "remove it"),
     "vote_timeout_seconds": ("it is always 60 s", "remove it"),
 }
 """Former fields of the table: what holds instead, and what to do."""
@@ -132,12 +138,6 @@ class FaultTolerance:
     """Mebibytes of gradients that one all-reduce between groups carries; > 0. A larger single
     gradient gets a bucket of its own."""
 
-    max_exchange_retries: int = 10
-    """Consecutive failed exchanges of one step after which the group with the highest slot gives up
-    and restarts. After as many more the next one gives up, but never the lowest. 0 never gives up.
-    A link that is known to be dead does not count: the groups that all reach each other continue
-    without the others."""
-
     digest_every: int = 50
     """Steps between two comparisons of parameters, optimizer state and LR across the groups. Lower
     it to find damage sooner; each comparison reads all of that once. 0 compares only when a joiner
@@ -218,9 +218,6 @@ class FaultTolerance:
     connections. 0 sends as fast as possible. Set it if transfers slow the exchange of gradients
     down."""
 
-    bind_address: str = ""
-    """Address at which a donor serves its state. Empty binds to the advertised address."""
-
     # Leaving and hanging.
 
     drain_timeout_seconds: float = 25.0
@@ -234,24 +231,12 @@ class FaultTolerance:
     which a worker prints the stacks of its threads and ends itself. Raise it if the longest step,
     compilation or checkpoint takes longer. 0 never ends a worker."""
 
-    straggler_factor: float = 1.5
-    """A group is reported as slow if its own part of a step takes longer than this factor times the
-    groups' median, for `straggler_steps` steps in a row; >= 1, or 0 to report none."""
-
-    straggler_steps: int = 5
-    """Slow steps in a row that make a straggler; >= 1."""
-
     # Tests of failures.
 
     chaos: bool = False
     """Let `titan-ft chaos` and `titan-ft launch --chaos` inject faults inside the workers. With it,
     everybody who may write the run's folder can crash, slow down or corrupt the workers, so leave
     it false in production."""
-
-    # The history of the run.
-
-    events_folder: str = "events"
-    """Folder for the run's events, below job.dump_folder. Empty writes none."""
 
     # The lighthouse. `titan-ft launch` and `titan-ft lighthouse` use these; a worker only checks them.
 
@@ -295,10 +280,6 @@ class FaultTolerance:
     outer_momentum: float = 0.9
     """Momentum of the outer optimizer; 0 <= outer_momentum < 1. 0 keeps none, and saves its memory.
     Only used with `semi_sync_method = "diloco"`."""
-
-    outer_nesterov: bool = True
-    """Use Nesterov's momentum in the outer optimizer, as DiLoCo does. It changes nothing if
-    outer_momentum is 0. Only used with `semi_sync_method = "diloco"`."""
 
     should_quantize: bool = False
     """Send changes in 8 bits. Each block of 256 has a scale of its own, and the rounding error of a
@@ -549,7 +530,6 @@ def _group_rules(ft: FaultTolerance) -> Iterator[Rule]:
 
 
 _ZERO_MEANS = {
-    "max_exchange_retries": "never gives up",
     "digest_every": "never compares",
     "transfer_max_mbps": "sends as fast as it goes",
     "catch_up_max_gb": "takes half of the host's free memory",
@@ -569,11 +549,9 @@ def _number_rules(ft: FaultTolerance) -> Iterator[Rule]:
     for name, meaning in _ZERO_MEANS.items():
         value = getattr(ft, name)
         yield value >= 0, f"{TABLE}.{name}", "must be >= 0", value, f"0 {meaning}"
-    for name in ("transfer_connections", "straggler_steps"):
+    for name in ("transfer_connections",):
         value = getattr(ft, name)
         yield value >= 1, f"{TABLE}.{name}", "must be >= 1", value, f"the default is {getattr(FaultTolerance, name)}"
-    value = ft.straggler_factor
-    yield value == 0 or value >= 1, f"{TABLE}.straggler_factor", "must be 0 or >= 1", value, "0 reports none"
 
 
 def _order_rules(ft: FaultTolerance) -> Iterator[Rule]:
@@ -654,7 +632,7 @@ def _check_advertised(address: str) -> None:
         remedy = "give the number that the name stands for, or leave it out"
         raise ConfigError(f"{name} must be a numeric address, got {address!r}; {remedy}") from error
     if unspecified:
-        remedy = f"use {TABLE}.bind_address to listen on all interfaces"
+        remedy = "give the one of the network that the groups share, or leave it out"
         raise ConfigError(f"{name} must be an address that other hosts can reach, got {address!r}; {remedy}")
 
 

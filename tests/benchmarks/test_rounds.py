@@ -51,7 +51,7 @@ def test_all_cases_train_as_many_tokens_in_whole_rounds() -> None:
 def test_the_peer_gets_only_the_fields_that_it_knows() -> None:
     table = configure(BASE, Job(PEER, Path("unused")), Case(2, 10, 0.7))["fault_tolerance"]
     assert (table["semi_sync_method"], table["sync_steps"]) == ("diloco", 10)
-    assert table.keys() & {"outer_lr", "outer_momentum", "outer_nesterov", "digest_every"} == set()
+    assert table.keys() & {"outer_lr", "outer_momentum", "digest_every"} == set()
     ours = configure(BASE, Job(OURS, Path("unused")), Case(2, 10, 0.7))["fault_tolerance"]
     check_toml({"fault_tolerance": ours}, FaultTolerance)
     assert ours["outer_lr"] == 0.7

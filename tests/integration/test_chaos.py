@@ -249,8 +249,8 @@ def test_a_full_disk_costs_one_checkpoint(make_job: Callable[..., Job]) -> None:
 @pytest.mark.slow
 def test_a_slow_rank_is_a_straggler(make_job: Callable[..., Job]) -> None:
     """It is reported, and it is reported when it is over."""
-    flags = ["--fault_tolerance.straggler_steps=2"]
-    job = make(make_job, groups=3, steps=40, flags=flags)
+    hooks = {"constants": {"titan_ft.protocol.straggler.STEPS": 2}}
+    job = make(make_job, groups=3, steps=40, hooks=hooks)
     begin(job)
     order(job, "slow_rank", factor=20.0, seconds=4.0)
     events = finish(job, survivors=[0, 1, 2], fault="slow_rank")

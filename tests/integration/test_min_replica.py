@@ -47,8 +47,10 @@ def test_a_straggler_is_named_by_all(make_job: Callable[..., Job]) -> None:
     slow = range(STEP, STEP + 5)
     job = make_job(
         groups=3,
-        flags=["--fault_tolerance.straggler_steps=3", "--fault_tolerance.straggler_factor=3"],
-        hooks={"delays": [{"replica": 1, "step": step, "seconds": 0.5} for step in slow]},
+        hooks={
+            "delays": [{"replica": 1, "step": step, "seconds": 0.5} for step in slow],
+            "constants": {"titan_ft.protocol.straggler.STEPS": 3, "titan_ft.protocol.straggler.FACTOR": 3},
+        },
     )
     job.run()
     events = check(job, survivors=[0, 1, 2])

@@ -235,19 +235,19 @@ def test_exclusions_in_a_row_end_the_group() -> None:
     assert decide(trains(exclusions=2), made_of(made.rows, 1), config(1)) == Commit()
 
 
-def test_groups_give_up_one_after_the_other() -> None:
+def test_groups_give_up_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The highest slot first, the lowest never: all at once would take the job's state with them."""
+    monkeypatch.setattr("titan_ft.protocol.decision.MAX_EXCHANGE_RETRIES", 3)
     peers = (0, 1, 2)
     for slot, failures in ((2, 4), (1, 7)):
         few, many = [trains(peers=peers, failures=failures + more) for more in (-1, 0)]
-        broken, own = Broken("closed"), config(slot, max_exchange_retries=3)
+        broken, own = Broken("closed"), config(slot)
         assert decide(few, broken, own) == Repeat()
         act = decide(many, broken, own)
         assert isinstance(act, GiveUp)
         assert isinstance(act.error, GaveUpError)
-    assert decide(trains(peers=peers, failures=10**6), broken, config(0, max_exchange_retries=3)) == Repeat()
-    assert decide(trains(peers=peers, failures=10**6), broken, config(2, max_exchange_retries=0)) == Repeat()
-    assert decide(trains(peers=(2,), failures=10**6), broken, config(2, max_exchange_retries=3)) == Repeat()
+    assert decide(trains(peers=peers, failures=10**6), broken, config(0)) == Repeat()
+    assert decide(trains(peers=(2,), failures=10**6), broken, config(2)) == Repeat()
 
 
 def test_bytes_that_differ_without_a_majority_end_the_run() -> None:

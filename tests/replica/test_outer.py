@@ -82,7 +82,7 @@ def test_the_outer_optimizer_is_that_of_the_paper(lr: float, momentum: float, ne
 
 def test_the_settings_are_those_of_the_method() -> None:
     """LocalSGD has no outer optimizer to set: it takes the mean as it is."""
-    values: dict[str, Any] = {"outer_lr": 0.4, "outer_momentum": 0.5, "outer_nesterov": True}
+    values: dict[str, Any] = {"outer_lr": 0.4, "outer_momentum": 0.5}
     assert outer_optimizer(FaultTolerance(semi_sync_method="local_sgd", **values)) == LOCAL_SGD
     assert outer_optimizer(FaultTolerance(semi_sync_method="diloco", **values)) == (0.4, 0.5, True)
     without = outer_optimizer(FaultTolerance(semi_sync_method="diloco", **values | {"outer_momentum": 0.0}))

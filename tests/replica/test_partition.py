@@ -123,7 +123,7 @@ class Group:
                 "probe": network.probe(slot, rank),
                 "leave_requested": lambda: rank in self.sigterm,
             },
-            config=seats.config(slot, group_size=3, max_exchange_retries=0, **config),
+            config=seats.config(slot, group_size=3, **config),
         )
         self.threads = [threading.Thread(target=self._train, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in self.threads:

@@ -60,10 +60,3 @@ def test_one_slow_group_of_many_does_not_hide_another() -> None:
 def test_nothing_to_compare_with_tells_nothing(seconds: dict[int, float]) -> None:
     """A group alone, and times that a coarse clock shows as zero, make no straggler."""
     assert Stragglers(factor=1.5, steps=1).observe(seconds) == []
-
-
-def test_factor_zero_reports_none() -> None:
-    """A factor of 0 turns the report off."""
-    stragglers = Stragglers(factor=0, steps=1)
-    assert stragglers.observe({0: 1.0, 1: 100.0}) == []
-    assert stragglers.ratios == {}

@@ -23,6 +23,7 @@ from titan_ft.engine.heal import Heal
 from titan_ft.engine.round import NOTHING, PAUSE_SECONDS, Contribution, GradientUse, Rounds, Sign
 from titan_ft.membership.group import Group
 from titan_ft.protocol import decision as decisions
+from titan_ft.protocol import straggler
 from titan_ft.protocol.decision import (
     ALONE_SECONDS,
     Broken,
@@ -119,7 +120,7 @@ class ReplicaDimension:
     ) -> None:
         self._config, self._position, self._rounds, self._heal = config, position, rounds, heal
         self._ledger, self._group, self._events = ledger, group, events
-        self._stragglers = Stragglers(config.straggler_factor, config.straggler_steps)
+        self._stragglers = Stragglers(straggler.FACTOR, straggler.STEPS)
         self._nominal_tokens, self._pauses_after = nominal_tokens, pauses_after
         self._waiting = False
         self._waits_to_end_for: list[int] = []  # slots of the groups that were last said to be waited for at the end
@@ -228,7 +229,7 @@ class ReplicaDimension:
             None if this group turns out not to hold the job's state: it must `heal`, its gradients are void.
 
         Raises:
-            GaveUpError: too many exchanges in a row broke (`max_exchange_retries`).
+            GaveUpError: too many exchanges in a row broke (`MAX_EXCHANGE_RETRIES`).
             DivergedError: the groups' states differ without a majority.
             NonFiniteError: this group's gradients, and no others', were not finite in several steps in a row.
             Leaving: the group was told to leave, and the step could not be committed.
@@ -475,8 +476,7 @@ class ReplicaDimension:
         """
         if isinstance(outcome, Round):
             return len(outcome.verdict.holders) < len(outcome.rows)
-        patience = self._config.max_exchange_retries
-        return patience == 0 or self._position.failures <= patience
+        return self._position.failures <= decisions.MAX_EXCHANGE_RETRIES
 
     def _commit(self, made: Round, exchanges: int) -> Committed:
         """Count the round's update as part of the state, and ask for the next quorum."""

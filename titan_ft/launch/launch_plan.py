@@ -232,12 +232,6 @@ class LaunchPlan:
                 f"{TABLE}.lighthouse must be empty for titan-ft launch, which starts its own lighthouse, "
                 f"got {table['lighthouse']!r}; remove it, or start the groups with torchrun"
             )
-        folder = table.get("events_folder", self.paths.events.name)
-        if folder != self.paths.events.name:
-            raise ConfigError(
-                f'{TABLE}.events_folder must be "{self.paths.events.name}" for titan-ft launch, whose status '
-                f"and report are read there, got {folder!r}; leave it out"
-            )
         smallest = table.get("min_replica_size", FaultTolerance.min_replica_size)
         if smallest > self.num_replicas:
             raise ConfigError(

@@ -122,9 +122,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         f"{TABLE}.heartbeat_timeout_ms": _WAITS,
         f"{TABLE}.join_timeout_ms": _WAITS,
         f"{TABLE}.advertise_address": _NETWORK,
-        f"{TABLE}.bind_address": _NETWORK,
         f"{TABLE}.bucket_size_mb": _ROUNDING,
-        f"{TABLE}.max_exchange_retries": _WAITS,
         f"{TABLE}.digest_every": "how often the groups compare their state",
         f"{TABLE}.heal_donors": _SPEED,
         f"{TABLE}.transfer_connections": _SPEED,
@@ -135,10 +133,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         f"{TABLE}.catch_up_max_steps": _SPEED,
         f"{TABLE}.drain_timeout_seconds": _WAITS,
         f"{TABLE}.hang_timeout_seconds": _WAITS,
-        f"{TABLE}.straggler_factor": _WATCHING,
-        f"{TABLE}.straggler_steps": _WATCHING,
         f"{TABLE}.chaos": "faults change no step",
-        f"{TABLE}.events_folder": _WATCHING,
     },
     ARITHMETIC: {
         "model.name": "another model, which the checkpoint does not fit",
@@ -169,7 +164,6 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         f"{TABLE}.sync_deadline_seconds": _ROUNDS,
         f"{TABLE}.outer_lr": _ROUNDS,
         f"{TABLE}.outer_momentum": _ROUNDS,
-        f"{TABLE}.outer_nesterov": _ROUNDS,
     },
     DATA: {
         "model.hf_assets_path": "another tokenizer makes other tokens",

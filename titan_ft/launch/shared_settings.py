@@ -19,7 +19,6 @@ SHARED_FIELDS: dict[str, type] = {
     "min_replica_size": int,
     "drain_timeout_seconds": float,
     "lighthouse": str,
-    "events_folder": str,
     "job_id": str,
     "process_group": str,
     "semi_sync_method": str,

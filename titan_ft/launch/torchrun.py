@@ -411,13 +411,12 @@ def _module_of(command: Sequence[str]) -> tuple[str, list[str]] | None:
 
 
 def _run_of(worker_args: list[str]) -> tuple[RunPaths | None, int]:
-    """Return the run and the group that a worker's command line names; None where it writes no events."""
+    """Return the run and the group that a worker's command line names; None where it names none."""
     flags = dict(read_flags(worker_args))
     folder, replica = flags.get("job.dump_folder"), flags.get(f"{TABLE}.replica_id", "")
     if folder is None or not replica.isdigit():
         return None, 0
-    events = _setting(flags, "events_folder", FaultTolerance.events_folder)
-    return (RunPaths(folder, str(events)) if events else None), int(replica)
+    return RunPaths(folder), int(replica)
 
 
 def _drain_seconds(worker_args: list[str]) -> float:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from titan_ft.config import FaultTolerance
 from titan_ft.history.terminal import clock
 from titan_ft.live.status import (
     DIED,
@@ -24,6 +23,7 @@ from titan_ft.live.status import (
     Groups,
     GroupStatus,
 )
+from titan_ft.protocol import straggler
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,7 +104,7 @@ def group_table(
         cut, side = ("crop" if ascii_only else "ellipsis"), ("left" if name in _LEFT else "right")
         table.add_column(name, justify=side, no_wrap=True, overflow=cut, min_width=least)  # type: ignore[arg-type]
     for group, row in zip(shown, cells, strict=True):
-        slow = ratios.get(group.replica, 0.0) > FaultTolerance.straggler_factor > 0
+        slow = ratios.get(group.replica, 0.0) > straggler.FACTOR
         styles = {
             "state": "yellow" if shown_state(group) == "waiting" else COLORS.get(group.state, ""),
             "x others": "yellow" if slow else "",

@@ -69,9 +69,7 @@ class RankWatch:
         self._lighthouse: Any = None
         if rank == 0:
             # It is asked for no quorum, so that nothing of its own timing matters.
-            self._lighthouse = LighthouseServer(
-                bind=f"{bracketed(config.bind_address or host)}:0", min_replicas=1, quorum_tick_ms=1000
-            )
+            self._lighthouse = LighthouseServer(bind=f"{bracketed(host)}:0", min_replicas=1, quorum_tick_ms=1000)
             _, port = split_address(self._lighthouse.address())
             store.set(f"{key}/lighthouse", f"http://{join_address(host, port)}")
         address = store.get(f"{key}/lighthouse").decode()

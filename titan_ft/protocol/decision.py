@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from titan_ft.protocol.position import Position
 
 ALONE_SECONDS = 5.0  # without a holder of the latest state before older ones count
+MAX_EXCHANGE_RETRIES = 10
+"""Broken exchanges of one step in a row, all links of which are good, after which a group starts again: it may be at
+fault itself. A link that is known to be dead does not count. A loss that mends itself is gone within two or three."""
 MAX_EXCLUSIONS = 3  # steps in a row whose gradients only this group could not give, until it is started again
 
 
@@ -309,8 +312,8 @@ def _after_break(position: Position, broken: Broken, config: FaultTolerance) -> 
     if (limit := _retry_limit(position, config)) and position.failures > limit:
         return GiveUp(
             GaveUpError(
-                f"fault_tolerance.max_exchange_retries ({config.max_exchange_retries}) exceeded: the exchange of "
-                f"{unit_of(config)} {position.step + 1} broke {position.failures} times in a row; see why in this log"
+                f"the exchange of {unit_of(config)} {position.step + 1} broke {position.failures} times in a row, more "
+                f"often than this group tries again ({limit}); see why in this log"
             )
         )
     return LeaveOut() if broken.spoiled else Repeat()
@@ -324,7 +327,7 @@ def _retry_limit(position: Position, config: FaultTolerance) -> int:
     """
     above = sum(slot > config.replica_id for slot in position.peers)
     is_last = all(slot >= config.replica_id for slot in position.peers)
-    return 0 if is_last else config.max_exchange_retries * (1 + above)
+    return 0 if is_last else MAX_EXCHANGE_RETRIES * (1 + above)
 
 
 def _diverged(made: Round, unit: str) -> DivergedError:

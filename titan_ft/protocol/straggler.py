@@ -8,6 +8,11 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+FACTOR, STEPS = 1.5, 5
+"""A group is reported as slow from so many slow steps in a row on. One step that is slow has many harmless reasons (a
+checkpoint, an evaluation, a collection of garbage); a lasting third is a sick GPU, link or disk, which only a report
+shows. The report changes nothing, so that nobody has to tune it."""
+
 
 @dataclass(frozen=True)
 class StragglerChange:
@@ -35,7 +40,7 @@ class Stragglers:
     and none any more after as many steps in a row in which it was not: one good step among bad ones is no news.
 
     Args:
-        factor: >= 1, or 0 to report none.
+        factor: >= 1.
         steps: >= 1.
     """
 
@@ -43,14 +48,14 @@ class Stragglers:
         self._factor, self._steps = factor, steps
         self._records: dict[int, _Record] = {}
         self.ratios: dict[int, float] = {}
-        """Of the last step, by slot: own seconds / median of the others'. Empty with one group, or when off."""
+        """Of the last step, by slot: own seconds / median of the others'. Empty with one group."""
 
     def observe(self, seconds: Mapping[int, float]) -> list[StragglerChange]:
         """Take the seconds of one step by slot, of the groups that contributed to it; returns what changed, by slot.
 
         An absent group is forgotten: what it will be when it is back says nothing about what it was.
         """
-        self.ratios = _ratios(seconds) if self._factor > 0 else {}
+        self.ratios = _ratios(seconds)
         self._records = {slot: self._records.get(slot, _Record()) for slot in self.ratios}
         changes = []
         for slot, record in sorted(self._records.items()):

@@ -380,7 +380,7 @@ class DigestMismatch(RankEvent, kw_only=True):
 
 
 class Straggler(RankEvent, kw_only=True):
-    """A group has become slower than `straggler_factor` allows."""
+    """A group has become slower than `straggler.FACTOR` allows."""
 
     slot: int  # the group
     factor: float  # its own seconds of a step / the median of the others'

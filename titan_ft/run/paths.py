@@ -17,12 +17,10 @@ class RunPaths:
 
     Args:
         root: the run directory (torchtitan's job.dump_folder).
-        events: name of the event folder below it (fault_tolerance.events_folder).
     """
 
-    def __init__(self, root: Path | str, events: str = "events") -> None:
+    def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
-        self._events = events
 
     @property
     def config(self) -> Path:
@@ -32,7 +30,7 @@ class RunPaths:
     @property
     def events(self) -> Path:
         """Folder of the event files, one per process."""
-        return self.root / self._events
+        return self.root / "events"
 
     @property
     def job_curve(self) -> Path:

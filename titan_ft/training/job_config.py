@@ -27,10 +27,8 @@ from titan_ft.usage import find_values, refusing
 # Fields of [fault_tolerance] that a group may have to itself; job_id is compared by name.
 _MAY_DIFFER = (
     "advertise_address",
-    "bind_address",
     "chaos",
     "drain_timeout_seconds",
-    "events_folder",
     "hang_timeout_seconds",
     "job_id",
     "lighthouse",

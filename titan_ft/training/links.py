@@ -77,7 +77,7 @@ class Links:
         shape = _group_shape(parallel_dims, model_parts, group)
         self.host = config.advertise_address or find_source_address(*split_address(_find(launch.lighthouse, config)))
         self.server = StateServer(
-            config.bind_address or self.host,
+            self.host,
             launch.token,
             config.process_group_timeout_ms / 1000,
             self._on_served,

@@ -60,10 +60,8 @@ class Launch:
 def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
     """Open this worker's log of events, with its first one: who runs with which settings."""
     config = job_config.fault_tolerance
-    path = None
-    if config.events_folder:
-        paths = RunPaths(job_config.job.dump_folder, events=config.events_folder)
-        path = paths.worker_events(config.replica_id, launch.rank, launch.attempt, os.getpid())
+    paths = RunPaths(job_config.job.dump_folder)
+    path = paths.worker_events(config.replica_id, launch.rank, launch.attempt, os.getpid())
     events = EventLog(path, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt)
     settings = WorkerConfig(
         group_size=config.group_size,
