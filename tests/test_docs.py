@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from titan_ft.cli.command_line import parse
+from titan_ft.cli.main import main
 from titan_ft.config import ConfigError
 from titan_ft.faults.catalogue import FAULTS, list_params
 from titan_ft.faults.fault import Need
@@ -157,9 +159,13 @@ def test_a_command_that_is_wrong_is_noticed(command: str) -> None:
     assert _complaint(command.split())
 
 
+def _section(page: str, title: str) -> str:
+    return (ROOT / page).read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
 def test_every_command_is_listed_with_what_runs_it() -> None:
     """None is missing, none is left over."""
-    table, *_ = (ROOT / "tests/README.md").read_text().partition("\n## Schedules")
+    table = _section("tests/README.md", "The commands of the docs")
     rows = re.findall(r"^\| `(.*)` \| (.+) \|$", table, re.MULTILINE)
     listed = [command.replace("\\|", "|") for command, _ in rows]
     shown = set()
@@ -200,6 +206,40 @@ def test_every_environment_variable_is_listed() -> None:
     texts = [path.read_text() for path in files if path.suffix in (".py", ".sh", ".sbatch", ".yaml")]
     used = {name for text in texts for name in re.findall(r"\bTITAN_FT_[A-Z_]*[A-Z]\b", text)}
     assert listed == used - {"TITAN_FT_TEST_HOOKS", "TITAN_FT_TEST_PROCESS_GROUP"}  # read by the jobs of tests
+
+
+def _shown() -> dict[str, dict[str, str]]:
+    """Return the rows of tests/README.md that say what shows what, by the title of their table."""
+    section = _section("tests/README.md", "What shows what")
+    tables: dict[str, dict[str, str]] = {}
+    for first, second in re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE):
+        if second == "shown by":
+            rows = tables[first] = {}
+        elif set(first) != {"-"}:
+            rows[first.strip("`")] = second.strip("`")
+    return tables
+
+
+def _functions_of(file: str) -> set[str]:
+    nodes = ast.parse((ROOT / "tests" / file).read_text()).body
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def test_each_promise_and_fault_has_a_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table has a row for all that is judged and all that can be injected, and each row names a test."""
+    header = {"time": 1.0, "mono": 1.0, "pid": 1}
+    started = {"event": "launch_started", **header, "replicas": 1, "ranks_per_replica": 1, "spares": 0, "job_id": "a"}
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "launcher-1.jsonl").write_text(f"{json.dumps(started)}\n")
+    main(["check", str(tmp_path), "--json"])
+    judged = {each["name"] for each in json.loads(capsys.readouterr().out)["judgements"]}
+    tables = _shown()
+    assert judged
+    assert judged <= tables["promise"].keys()
+    assert tables["fault"].keys() == set(FAULTS)
+    for test in (test for rows in tables.values() for test in rows.values()):
+        file, _, name = test.partition("::")
+        assert name in _functions_of(file), test
 
 
 def test_the_faults_are_listed() -> None:
