@@ -8,6 +8,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh
 help_first "$@"
 source scripts/setup_env.sh
-# All of them two at a time, for most of their time they wait; which two, says tests/conftest.py.
-(($#)) || set -- --numprocesses 2 --dist loadscope
+# All of them three at a time, for most of their time they wait; which three, says tests/conftest.py.
+(($#)) || set -- --numprocesses 3 --dist loadscope
 exec "$TITAN_FT_PYTHON" -m pytest "$@"

@@ -4,20 +4,20 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import figures, table
+import pytest
+
+from benchmarks.figures import figures, main
 from benchmarks.record import compare_digests
 from tests.benchmarks.histories import commit
 from tests.event_builder import build
 from titan_ft.history.record import RunRecord
 from titan_ft.run.events import Event, ExchangeFailed, FaultInjected, StepCommitted, Target
 from titan_ft.run.log import encode
-
-ROOT = Path(__file__).parents[2]
 
 
 def fault(time: float, replica: int) -> Event:
@@ -71,33 +71,35 @@ def test_digests_are_compared_by_rank_and_state() -> None:
     assert compare_digests(RunRecord([])) == "unknown"
 
 
-def test_runs_without_a_figure_show_a_dash() -> None:
-    lines = table({"a": {"length (min)": "1.0"}, "b": {"length (min)": "2.0", "faults injected": "3"}})
-    assert [cell.strip() for cell in lines[-1].split("|")[1:-1]] == ["faults injected", "-", "3"]
-    assert len(lines) == 4
+@pytest.fixture
+def run_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs the command in this process; returns its exit status, and its errors or else its table."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["figures", *arguments])
+        status = main()
+        printed = capsys.readouterr()
+        return status, printed.err or printed.out
+
+    return run
 
 
-def run_figures(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.figures", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-
-
-def test_the_table_is_printed(tmp_path: Path) -> None:
+def test_the_table_is_printed(tmp_path: Path, run_figures: Callable[..., tuple[int, str]]) -> None:
     """A column for each run, with losses of the same steps; a folder without events is named."""
     for name, last in (("a", 3), ("b", 4)):
         events = tmp_path / name / "events"
         events.mkdir(parents=True)
         lines = [encode(commit(float(step), step, loss=9.0 - step)) for step in range(1, last + 1)]
         (events / "replica-0.jsonl").write_bytes(b"".join(lines))
-    shown = run_figures(str(tmp_path / "a"), str(tmp_path / "b")).stdout
+    _, shown = run_figures(str(tmp_path / "a"), str(tmp_path / "b"))
     assert "3 of 3 (100.0 %)" in shown
     assert "4 of 4 (100.0 %)" in shown
     assert [cell.strip() for cell in shown.splitlines()[-1].split("|")[2:4]] == ["7.000", "7.000"]
-    unbroken = run_figures("--expect-faults", str(tmp_path / "a"))
-    assert (unbroken.returncode, unbroken.stdout.splitlines()[-1][:4]) == (1, shown.splitlines()[-1][:4])
-    assert "no fault was injected, so that this proves nothing; give it more --minutes" in unbroken.stderr
+    status, unbroken = run_figures("--expect-faults", str(tmp_path / "a"))
+    assert status == 1
+    assert "no fault was injected, so that this proves nothing; give it more --minutes" in unbroken
     (tmp_path / "a" / "events" / "chaos.jsonl").write_bytes(encode(fault(2.5, 0)))
-    assert run_figures("--expect-faults", str(tmp_path / "a"), str(tmp_path / "b")).returncode == 0
-    empty = run_figures(str(tmp_path / "c"))
-    assert empty.returncode == 1
-    assert "has no events" in empty.stderr
+    assert run_figures("--expect-faults", str(tmp_path / "a"), str(tmp_path / "b"))[0] == 0
+    status, empty = run_figures(str(tmp_path / "c"))
+    assert status == 1
+    assert "has no events" in empty
