@@ -14,7 +14,8 @@ import pytest
 
 from tests.event_builder import build, named, untyped
 from titan_ft.chaos.agents import WAIT_SECONDS
-from titan_ft.chaos.disturbance import SETTLE_SECONDS
+from titan_ft.chaos.effect import SETTLE_SECONDS
+from titan_ft.chaos.orders import Order
 from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, single
 from titan_ft.chaos.processes import Unreachable, Worker
 from titan_ft.chaos.runner import ChaosRunner
@@ -443,6 +444,27 @@ def test_both_ends_of_a_link_are_ordered_and_disturbed(tmp_path: Path) -> None:
         harness.agent(order, "fault_undone")
         harness.commit()
         assert harness.up() == up
+
+
+def test_a_link_of_which_one_order_is_not_written_affects_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full between the two orders: the shot is tried again, and both groups are up for others."""
+    num_given = 0
+
+    def give_first(order: Order, path: Path) -> None:
+        nonlocal num_given
+        num_given += 1
+        if num_given > 1:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Order, "give", give_first)
+    harness = Harness(single("link_dead", 2, params={"peer": 0}), tmp_path)
+    harness.launch()
+    harness.commit()
+    assert num_given == 2
+    assert harness.up() == [0, 1, 2, 3]
+    assert not harness.runner.done
 
 
 def test_a_link_that_one_end_does_not_cut_is_cut_by_the_other(tmp_path: Path) -> None:

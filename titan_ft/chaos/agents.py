@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from titan_ft.chaos.disturbance import Disturbance
+from titan_ft.chaos.effect import Effect
 from titan_ft.chaos.job import Job
 from titan_ft.chaos.orders import Order
 from titan_ft.chaos.outcomes import Outcomes
@@ -37,8 +37,8 @@ class _Pending:
     deadline: float
     lives: dict[int, int] = field(default_factory=dict)
     """The life of each target whose agents may carry out the order; empty when the first donor does."""
-    disturbances: dict[int, Disturbance] = field(default_factory=dict)
-    """By replica; of those that the fault keeps from contributing."""
+    effects: list[Effect] = field(default_factory=list)
+    """Those that keep groups from contributing."""
 
 
 class Agents:
@@ -74,16 +74,15 @@ class Agents:
         pending = _Pending(aimed, self._clock() + WAIT_SECONDS)
         if fault.scope == "donor":
             self._give(shot, fault, Target(), None)
-        for target in () if fault.scope == "donor" else aimed.targets:
-            assert target.replica is not None, "the lighthouse has no agent"
-            group = self._job.group(target.replica)
-            pending.lives[target.replica] = group.life
-            self._give(shot, _fault_at(aimed, target), target, group.attempt)
-            # A group whose checkpoint cannot be saved trains on: it is not disturbed.
+        else:
+            for target in aimed.targets:
+                assert target.replica is not None, "the lighthouse has no agent"
+                group = self._job.group(target.replica)
+                pending.lives[target.replica] = group.life
+                self._give(shot, _fault_at(aimed, target), target, group.attempt)
+            # A group whose checkpoint cannot be saved trains on: it is not affected.
             if Need.CHECKPOINT not in fault.needs:
-                disturbance = Disturbance.of(fault, shot, target, group.life)
-                pending.disturbances[target.replica] = disturbance
-                group.disturbances.append(disturbance)
+                pending.effects = [self._job.affect(fault, shot.number, target) for target in aimed.targets]
         self._pending[shot.key] = pending
 
     def _give(self, shot: Shot, fault: Fault, target: Target, attempt: int | None) -> None:
@@ -107,7 +106,7 @@ class Agents:
         replica, target = event.replica, Target(event.replica, event.rank)
         assert replica is not None, "an agent is in a worker"
         if isinstance(event, FaultUndone):
-            self._job.undo(replica, (event.fault, event.shot), event.time)
+            self._job.undo(replica, event.fault, event.shot, event.time)
             return
         key = (event.fault, event.shot, event.seed)
         if isinstance(event, FaultInjected) and key in self._ordered:
@@ -115,19 +114,16 @@ class Agents:
         pending = self._pending.pop(key, None)
         if pending is None:  # another rank of the group was first, or a link's other end, or it is another runner's
             if isinstance(event, FaultSkipped):
-                self._job.undo(replica, (event.fault, event.shot), event.time)
+                self._job.undo(replica, event.fault, event.shot, event.time)
             return
         aimed = pending.aimed
         if isinstance(event, FaultSkipped):
             self._miss(pending, target, event.reason, by_agent=True)
             return
         if not pending.lives:
-            group = self._job.group(replica)
-            disturbance = Disturbance.of(aimed.shot.fault, aimed.shot, target, group.life)
-            pending.disturbances[replica] = disturbance
-            group.disturbances.append(disturbance)
-        for disturbance in pending.disturbances.values():  # both ends of a link, though only one has announced it
-            disturbance.begin(event.time, event.step)
+            pending.effects.append(self._job.affect(aimed.shot.fault, aimed.shot.number, target))
+        for effect in pending.effects:  # both ends of a link, though only one has announced it
+            effect.begin(event.time, event.step)
         peer = (event.params or {}).get("peer")
         self._outcomes.hit(aimed.shot.fault.name, target, "" if peer is None else f", to group {peer:g}")
         self._outcomes.count(True)
@@ -148,8 +144,8 @@ class Agents:
             self._miss(pending, pending.aimed.targets[0] if pending.lives else None, reason)
 
     def _miss(self, pending: _Pending, target: Target | None, reason: str, *, by_agent: bool = False) -> None:
-        for replica, disturbance in pending.disturbances.items():
-            self._job.calm(replica, disturbance)
+        for effect in pending.effects:
+            self._job.calm(effect)
         self._outcomes.missed(pending.aimed.shot, target, reason, by_agent=by_agent)
         self._outcomes.count(False)
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fold a running job's events into what a fault needs to know: who contributes, who is disturbed, which processes."""
+"""Fold a running job's events into what a fault needs to know: who contributes, whom a fault affects, which processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from titan_ft.chaos.disturbance import Disturbance
+from titan_ft.chaos.effect import Effect
 from titan_ft.chaos.processes import Unreachable, Worker
 from titan_ft.chaos.schedule import GroupView, View
-from titan_ft.faults.fault import Need
+from titan_ft.faults.fault import Fault, Need
 from titan_ft.run.events import (
     AgentEnded,
     Drained,
@@ -54,12 +54,12 @@ class Group:
     workers: dict[int, Worker] = field(default_factory=dict)
     agent: Worker | None = None
     """The process that keeps its workers, where that is this project's."""
-    disturbances: list[Disturbance] = field(default_factory=list)
-    """What it has yet to show that it is over."""
+    effects: list[Effect] = field(default_factory=list)
+    """Those of faults of which it has yet to show that they are over."""
 
     @property
     def up(self) -> bool:
-        return self.contributes and not self.dead and not self.disturbances
+        return self.contributes and not self.dead and not self.effects
 
 
 class Job:
@@ -144,16 +144,25 @@ class Job:
         """Return what is known of a group; of one that has said nothing yet, too."""
         return self._groups.setdefault(replica, Group(replica))
 
-    def calm(self, replica: int, disturbance: Disturbance) -> None:
-        """Drop a disturbance whose fault did not hit the group after all."""
-        group = self.group(replica)
-        group.disturbances = [other for other in group.disturbances if other is not disturbance]
+    def affect(self, fault: Fault, shot: int, target: Target) -> Effect:
+        """Note that a fault is about to hit a target, which is not up until that is over."""
+        if target.replica is None:
+            return Effect(fault, shot, target, life=0)
+        group = self.group(target.replica)
+        group.effects.append(Effect(fault, shot, target, group.life))
+        return group.effects[-1]
 
-    def undo(self, replica: int, key: tuple[str | None, int | None], time: float) -> None:
-        """Note that the disturbance that a shot made for the group was undone."""
-        for disturbance in self.group(replica).disturbances:
-            if disturbance.key == key:
-                disturbance.undo(time)
+    def calm(self, effect: Effect) -> None:
+        """Drop the effect of a fault that did not hit its target after all."""
+        if effect.target.replica is not None:
+            group = self.group(effect.target.replica)
+            group.effects = [other for other in group.effects if other is not effect]
+
+    def undo(self, replica: int, fault: str, shot: int | None, time: float) -> None:
+        """Note that the effect of a shot on the group was undone."""
+        for effect in self.group(replica).effects:
+            if (effect.fault.name, effect.shot) == (fault, shot):
+                effect.undo(time)
 
     def fold(self, event: Event) -> None:
         """Take in one event; they should come in order of time."""
@@ -168,8 +177,8 @@ class Job:
                 self._stopping = True
             case GradientExcluded():
                 for slot in event.slots:
-                    for disturbance in self.group(slot).disturbances:
-                        disturbance.end("excluded", event.time)
+                    for effect in self.group(slot).effects:
+                        effect.end("excluded", event.time)
             case FaultInjected() if event.attempt is None:
                 self._note_other_runner(event)
         if event.replica is not None:
@@ -190,8 +199,8 @@ class Job:
             case WorkerExited() | AgentEnded() | Drained() | Hung() | RankSilent() | ReplicaGaveUp():
                 group.dead, group.contributes = True, False
             case HealFinished():
-                for disturbance in group.disturbances:
-                    disturbance.end("healed", event.time)
+                for effect in group.effects:
+                    effect.end("healed", event.time)
 
     def _start(self, group: Group, event: WorkerStarted) -> None:
         """Note a worker; the first one of a new start ends what was known of the last."""
@@ -232,11 +241,11 @@ class Job:
             if other.replica not in participants:
                 other.contributes, other.left_out_of = False, max(step, other.left_out_of)
         if group.replica in participants and not group.dead and step > group.left_out_of:
-            group.disturbances = [one for one in group.disturbances if not one.is_over(group.life, event.time)]
+            group.effects = [one for one in group.effects if not one.is_over(group.life, event.time)]
             group.contributes = True
 
     def _compare(self, step: int, who: tuple[int, int], digest: str, time: float) -> None:
-        """End the disturbance of a flipped bit once the group's digest equals another group's: the bit is gone."""
+        """End the effect of a flipped bit once the group's digest equals another group's: the bit is gone."""
         digests = self._digests.setdefault(step, {})
         digests[who] = (digest, time)
         for old in sorted(self._digests)[:-_KEPT_DIGESTS]:
@@ -244,9 +253,9 @@ class Job:
         for group in self._groups.values():
             mine, time = digests.get((group.replica, who[1]), ("", 0.0))
             others = [digest for (replica, rank), (digest, _) in digests.items() if replica != group.replica]
-            for disturbance in group.disturbances:
-                if mine in others and (disturbance.rank or 0) == who[1]:
-                    disturbance.agree(step, time)
+            for effect in group.effects:
+                if mine in others and (effect.target.rank or 0) == who[1]:
+                    effect.agree(step, time)
 
     def _note_other_runner(self, event: FaultInjected) -> None:
         """Note a fault that another runner injected; what this process injects is noted where it is done."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from titan_ft.chaos.disturbance import Disturbance
+from titan_ft.chaos.effect import Effect
 from titan_ft.chaos.job import Job
 from titan_ft.chaos.outcomes import Outcomes
 from titan_ft.chaos.processes import Processes, Reach, Unreachable
@@ -25,9 +25,8 @@ class _Lasting:
     due: float
     fault: Signal
     shot: Shot
-    target: Target
     reach: Reach
-    disturbance: Disturbance
+    effect: Effect
 
 
 class Signals:
@@ -72,17 +71,17 @@ class Signals:
                 missed.append((target, error))
         if not held:
             raise missed[0][1]
-        num_held = len(held)
+        num_hit = 0
         # All are held before the first is signalled: several groups are to die at once.
         for target, reach in held:
             try:
                 self._hit(fault, shot, target, reach, fault.params)
+                num_hit += 1
             except Unreachable as error:
                 missed.append((target, error))
-                num_held -= 1
         for target, reason in missed:
             self._outcomes.missed(shot, target, str(reason))
-        self._outcomes.count(num_held > 0)
+        self._outcomes.count(num_hit > 0)
 
     def provoke(self, aimed: Injection, order: Callable[[], None]) -> None:
         """Kill the target so that there is a heal to disturb.
@@ -112,9 +111,9 @@ class Signals:
                 one.fault.stop(one.reach)
             one.reach.close()
             self._lasting.remove(one)
-            one.disturbance.undo(self._wall())
+            one.effect.undo(self._wall())
         for one in due:  # announced when all of them go on, because the disk may be full
-            self._outcomes.undone(one.shot, one.target)
+            self._outcomes.undone(one.shot, one.effect.target)
 
     def _reach(self, fault: Signal, target: Target) -> Reach:
         return self._processes.reach(fault.processes(self._job, target), self._job.everyone())
@@ -133,24 +132,20 @@ class Signals:
         Raises:
             Unreachable: it has just ended.
         """
-        group = None if target.replica is None else self._job.group(target.replica)
-        disturbance = Disturbance.of(fault, shot, target, 0 if group is None else group.life)
+        effect = self._job.affect(fault, shot.number, target)
         self._outcomes.injecting(fault.name, target, shot, params)
-        lasting: _Lasting | None = None
+        lasting = _Lasting(self._clock() + fault.seconds_it_lasts, fault, shot, reach, effect)
         if fault.seconds_it_lasts:
-            lasting = _Lasting(self._clock() + fault.seconds_it_lasts, fault, shot, target, reach, disturbance)
             self._lasting.append(lasting)  # before the signal: an interrupt may come right after it
         try:
             fault.start(reach)
         except Unreachable:
-            if lasting is not None:
+            self._job.calm(effect)
+            if lasting in self._lasting:
                 self._lasting.remove(lasting)
-            lasting = None
             raise
         finally:
-            if lasting is None:
+            if lasting not in self._lasting:
                 reach.close()
-        disturbance.begin(self._wall())
-        if group is not None:
-            group.disturbances.append(disturbance)
+        effect.begin(self._wall())
         self._outcomes.hit(fault.name, target, why)

@@ -95,7 +95,7 @@ class Fault(Struct, frozen=True):
 
     @property
     def num_hit(self) -> int:
-        """Return how many groups are disturbed: the targets and others."""
+        """Return how many groups it affects: the targets and others."""
         return self.num_targets + self.extra_down
 
     @property
