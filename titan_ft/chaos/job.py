@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fold a running job's events into what a fault needs to know: who contributes, whom a fault affects, which processes."""
+"""Fold the events of a running job into the facts that faults need: contributors, effects of faults, processes."""
 
 from __future__ import annotations
 
