@@ -22,7 +22,7 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_failure_policy_rule import Jobs
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from titan_ft.cli.command_line import parse
-from titan_ft.cluster.kubernetes import TORCHRUN_SECONDS, render
+from titan_ft.cluster.kubernetes import render
 from titan_ft.config import ConfigError, FaultTolerance
 from titan_ft.launch.lighthouse import split_bind
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
@@ -140,10 +140,10 @@ def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None
 
 
 def test_a_pod_has_the_time_to_leave_in_order(job_set: dict[str, Any]) -> None:
-    """Longer than the drain of the config that it starts, which torchrun's agent waits for, or for its usual time."""
+    """Longer than the drain of the config that it starts, which the agent waits for."""
     table = tomli.loads(documents()["ConfigMap"]["data"]["config.toml"])["fault_tolerance"]
     drain = table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds)
-    assert pod(job_set)["terminationGracePeriodSeconds"] >= max(drain, TORCHRUN_SECONDS) + 15
+    assert pod(job_set)["terminationGracePeriodSeconds"] >= drain + 15
 
 
 def test_the_numbers_are_those_that_were_given() -> None:
@@ -204,7 +204,7 @@ def test_the_command_takes_what_a_pod_gives_it(tmp_path: Path) -> None:
     )
     assert dry_run.returncode == 0, dry_run.stderr
     words = shlex.split(dry_run.stdout)
-    assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-endpoint=titan-ft-groups-3-0.titan-ft:29400"} <= set(words)
+    assert {"--hosts=2", "--ranks=8", "--rendezvous=titan-ft-groups-3-0.titan-ft:29400"} <= set(words)
     assert {"--fault_tolerance.replica_id=3", "--fault_tolerance.group_size=8"} <= set(words)
     assert "TITAN_FT_METRICS_PORT=[::]:9464" in words
     assert words[-2:] == ["--training.steps=7", "--job.description=$$(x)"]  # $$( is $( to a pod

@@ -137,7 +137,7 @@ class _OfGroup:
     run_dir: Annotated[Path, _RUN_DIR]
     """Folder of the run, on storage that all groups share: events, logs, checkpoints."""
     no_zygote: Annotated[bool, _FLAG] = False
-    """Start each worker as a new process; without this, workers are forks of one process of each node that has imported
+    """Start each worker as a new process; without this, workers are forks of their node's agent, which has imported
     everything."""
     max_restarts: int = 100
     """Restarts of the group on its nodes before it counts as failed. A restart is forgotten when it is older than 24
@@ -150,7 +150,7 @@ class _OfGroup:
 
 @dataclass(frozen=True)
 class Group(_OfGroup):
-    """Run one replica group by torchrun: the same command once on each of the group's nodes.
+    """Run one replica group: the same command once on each of the group's nodes.
 
     Options that are left out are taken from Slurm's environment, where there is one. What follows a -- goes to the
     workers as torchtitan's own flags. TITAN_FT_TOKEN, a secret that all groups share, must be set unless every address

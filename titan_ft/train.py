@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The worker: `torchrun ... -m titan_ft.train --job.config_file F [torchtitan flags]`.
 
-Takes torchtitan's TOML and flags. With `[fault_tolerance] enable = false` it is torchtitan's own trainer. A supervisor
+Takes torchtitan's TOML and flags. With `[fault_tolerance] enable = false` it is torchtitan's own trainer. An agent
 may run it in a fork of a process in which everything is imported.
 """
 
@@ -66,7 +66,7 @@ def main() -> None:
         write_error(error)
         print(f"titan_ft: {error}", file=sys.stderr)
         status = CONFIG_ERROR_CODE
-    except Exception as error:  # noqa: BLE001  # process edge: what went wrong is printed, the status tells the supervisor
+    except Exception as error:  # noqa: BLE001  # process edge: what went wrong is printed, the status tells the agent
         write_error(error)  # first: of several ranks that of the earliest counts as the cause
         status = _explain(error)
     sys.stdout.flush()

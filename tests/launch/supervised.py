@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A supervisor of fake workers on a thread of the test, which spares each test another import of torch."""
+"""An agent of fake workers on a thread of the test, which spares each test another import of torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from titan_ft.launch.supervisor import GroupSpec, Supervisor
+from titan_ft.launch.agent import Agent, GroupSpec
 from titan_ft.launch.worker_group import PlainStarter
 from titan_ft.run.stop import StopRequests
 
@@ -30,9 +30,9 @@ class Supervised:
             run.paths.root, num_ranks, "http://127.0.0.1:1", module=module, args=flags, env=env, **settings
         )
         self.stop = StopRequests()  # called as a signal handler would be
-        self._supervisor = Supervisor(spec, self.stop, PlainStarter())
+        self._agent = Agent(spec, self.stop, PlainStarter())
         self._codes: list[int] = []
-        self._thread = threading.Thread(target=lambda: self._codes.append(self._supervisor.run()), daemon=True)
+        self._thread = threading.Thread(target=lambda: self._codes.append(self._agent.run()), daemon=True)
 
     def __enter__(self) -> Supervised:
         self._thread.start()
@@ -41,7 +41,7 @@ class Supervised:
     def wait(self, seconds: float = 20.0) -> int:
         """Return the exit status."""
         self._thread.join(seconds)
-        assert not self._thread.is_alive(), f"the supervisor did not end within {seconds} s"
+        assert not self._thread.is_alive(), f"the agent did not end within {seconds} s"
         return self._codes[0]
 
     def __exit__(self, *error: object) -> None:

@@ -243,7 +243,7 @@ def test_group_of_which_nothing_is_known_stays_away(
         make_steps(run, 0, *range(1, 15))
         end(run, 1)
         assert supervised.wait(30.0) == 0
-    assert "group 0 is not started again: its last events could not be written" in capfd.readouterr().err
+    assert "titan_ft: group 0: it is not started again: its last events could not be written" in capfd.readouterr().err
     small_disk.free()
     assert is_cut(next(run.paths.events.glob(worker_files(run, 0))))
     assert not run.events("replica_restarted")

@@ -38,8 +38,8 @@ def plan(config: Path, num_replicas: int = 3, worker_args: list[str] | None = No
     return LaunchPlan(Launch(config, num_replicas, 2, config.parent / "run", **settings), worker_args or [])
 
 
-def supervisor_args(made: LaunchPlan, replica: int) -> list[str]:
-    return made.supervisor_args(replica, 0, LIGHTHOUSE)
+def agent_args(made: LaunchPlan, replica: int) -> list[str]:
+    return made.agent_args(replica, 0, LIGHTHOUSE)
 
 
 def began(paths: RunPaths, *names: str) -> None:
@@ -62,7 +62,7 @@ def test_command_lines(config: Path) -> None:
         "titan_ft lighthouse --bind 127.0.0.1:4711 --min-replicas 1 --heartbeat-timeout-ms 750 --join-timeout-ms 60000"
     )
     root = config.parent / "run"
-    command = supervisor_args(made, 1)
+    command = agent_args(made, 1)
     assert command == [
         f"--run-dir={root}",
         "--replica=1",
@@ -89,16 +89,16 @@ def test_command_lines(config: Path) -> None:
     ]
 
 
-def test_options_reach_the_supervisor(config: Path) -> None:
+def test_options_reach_the_agent(config: Path) -> None:
     """--no-zygote and --drain-timeout do, and why a spare begins."""
     made = plan(config, spares=1, no_zygote=True, drain_timeout=7.5)
-    group, spare = supervisor_args(made, 2), made.supervisor_args(2, 0, LIGHTHOUSE, "a spare takes its place")
+    group, spare = agent_args(made, 2), made.agent_args(2, 0, LIGHTHOUSE, "a spare takes its place")
     assert "--takeover=a spare takes its place" in spare
     assert [flag for flag in spare if "takeover" not in flag] == group
     assert group.index("--no-zygote") < group.index("--")
     assert "--drain-timeout=7.5" in group
     assert "--fault_tolerance.drain_timeout_seconds=7.5" in group
-    assert "--no-zygote" not in supervisor_args(plan(config), 2)
+    assert "--no-zygote" not in agent_args(plan(config), 2)
 
 
 def test_drain_timeout_comes_from_option_flag_or_config(config: Path) -> None:
@@ -114,7 +114,7 @@ def test_each_run_has_a_job_id_of_its_own(config: Path) -> None:
     """It names the folder in plain characters, differs from launch to launch, and is the user's if given."""
     made = LaunchPlan(Launch(config, 3, 1, config.parent / "my run, é/"))
     assert re.fullmatch(r"my-run-[0-9a-f]{6}", made.job_id)
-    assert supervisor_args(made, 0)[-2] == supervisor_args(made, 1)[-2]
+    assert agent_args(made, 0)[-2] == agent_args(made, 1)[-2]
     assert made.job_id != LaunchPlan(Launch(config, 3, 1, config.parent / "my run, é/")).job_id
     assert plan(config, worker_args=["--fault-tolerance.job-id", "mine"]).job_id == "mine"
     config.write_text(config.read_text() + 'job_id = "ours"\n')
@@ -382,7 +382,7 @@ def test_a_failed_start_keeps_nobody_out(config: Path, capsys: pytest.CaptureFix
         assert capsys.readouterr().out == (
             f"a launch that ended before any step was in {paths.root}; it is in failed-start-{number} now\n"
         )
-        assert "--attempt=0" in supervisor_args(plan(config), 0)
+        assert "--attempt=0" in agent_args(plan(config), 0)
         assert not paths.has_events()
         assert RunPaths(paths.root / f"failed-start-{number}").has_events()
 

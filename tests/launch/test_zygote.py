@@ -19,8 +19,7 @@ from titan_ft.launch.zygote import Zygote
 
 ROOT = Path(__file__).parents[2]
 SUBJECT = """
-import os, sys, time
-if "slow" in sys.argv: time.sleep(60)
+import os, sys
 if __name__ == "__main__":
     print(os.getpid(), os.getppid(), flush=True)
     print("an error", file=sys.stderr, flush=True)
@@ -36,14 +35,34 @@ class Asker:
         self.env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def begin(self, *args: str, stops_after_check: bool = False) -> Zygote:
-        """Start the zygote."""
+    def begin(self, *args: str) -> Zygote:
+        """Start the zygote, and wait until it has checked its arguments."""
 
         def start(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
             self.processes.append(subprocess.Popen(command, env=self.env, pass_fds=[descriptor]))
             return self.processes[-1]
 
-        return Zygote(start, "subject", args, stops_after_check=stops_after_check)
+        zygote = Zygote(start, "subject", args)
+        self.wait(zygote, lambda: zygote.checked)
+        return zygote
+
+    def begin_forks(self) -> Zygote:
+        """Start the zygote, and wait until it can fork."""
+        zygote = self.begin()
+        with open(self.folder / "log", "wb") as log:
+            zygote.proceed(log.fileno())
+        self.wait(zygote, lambda: zygote.ready)
+        assert not zygote.lost
+        return zygote
+
+    @staticmethod
+    def wait(zygote: Zygote, condition: Callable[[], bool]) -> None:
+        """Wait until the zygote has come so far, or is lost."""
+        deadline = time.monotonic() + 30.0
+        while not (condition() or zygote.lost):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            zygote.poll()
 
     def fork(self, zygote: Zygote) -> ForkedProcess | None:
         with open(self.folder / "out", "ab") as out, open(self.folder / "errors", "ab") as errors:
@@ -64,8 +83,7 @@ def asker(tmp_path: Path) -> Iterator[Asker]:
 
 def test_a_fork_is_the_asker_s_child(asker: Asker) -> None:
     """With output where it was asked for; it outlives the zygote, and its end is waited for as any child's."""
-    zygote = asker.begin()
-    assert zygote.wait()
+    zygote = asker.begin_forks()
     forks = [asker.fork(zygote) for _ in range(2)]
     zygote.close()
     assert [fork is not None and fork.wait(30.0) for fork in forks] == [0, 0]
@@ -83,16 +101,12 @@ def test_it_stops_after_the_check(asker: Asker) -> None:
         "def check(args): print('checked', args, flush=True)\n"
         "def preload(args): print('preloads', args, flush=True)\n"
     )
-    zygote = asker.begin("--a=1", stops_after_check=True)
-    deadline = time.monotonic() + 30.0
-    while not zygote.checked:
-        assert time.monotonic() < deadline
-        assert not zygote.lost
-        zygote.poll()
+    zygote = asker.begin("--a=1")
+    assert not zygote.lost
     assert not zygote.ready
     with open(asker.folder / "log", "wb") as log:
         zygote.proceed(log.fileno())
-    assert zygote.wait(30.0)
+    asker.wait(zygote, lambda: zygote.ready)
     assert (asker.folder / "log").read_text() == "preloads ['--a=1']\n"
 
 
@@ -103,7 +117,6 @@ def test_a_mistake_ends_it(asker: Asker) -> None:
         "def check(args): raise ConfigError(f'must be \"new\", got {args[0]}')\n"
     )
     zygote = asker.begin("old")
-    assert not zygote.wait(30.0)
     assert zygote.mistake == 'must be "new", got old'
 
 
@@ -127,22 +140,13 @@ def test_a_fork_that_nobody_knows_of_never_runs(
     asker: Asker, monkeypatch: pytest.MonkeyPatch, lose: Callable[..., None]
 ) -> None:
     """Another process is started in its place: there must not be two of one rank."""
-    zygote = asker.begin()
-    assert zygote.wait()
+    zygote = asker.begin_forks()
     lose(zygote, asker, monkeypatch)
     assert asker.fork(zygote) is None
     assert zygote.lost.startswith("the zygote did not answer")
     assert asker.processes[0].wait(10.0) == -signal.SIGKILL, "a frozen one would go on some day"
     time.sleep(0.5)
     assert asker.printed() == ""
-
-
-def test_imports_may_not_take_for_ever(asker: Asker) -> None:
-    """A file system that hangs: the zygote is given up, and ended."""
-    zygote = asker.begin("slow")
-    assert not zygote.wait(1.0)
-    assert zygote.lost == "the zygote had not imported everything after 1 s"
-    assert asker.processes[0].wait(10.0) == -signal.SIGKILL
 
 
 def test_what_cannot_be_started_leaves_nothing_open(tmp_path: Path) -> None:

@@ -73,18 +73,20 @@ def test_scripts_are_valid_bash(script: str) -> None:
 
 
 def test_a_group_on_one_node_needs_no_rendezvous() -> None:
-    """torchrun gets the ranks, the worker gets torchtitan's flags, what follows -- comes last."""
+    """The agent gets the ranks, the worker gets torchtitan's flags, the user's come last."""
     words = dry_run(*options(replicas="4"), "--", "--training.steps=7")
-    assert words[:5] == [
+    assert words[:4] == [
         f"TORCHFT_LIGHTHOUSE={LIGHTHOUSE}",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
         "OMP_NUM_THREADS=1",
         "PYTHONUNBUFFERED=1",
         "RUST_LOG=warn",
     ]
-    assert words[6:11] == ["-m", "titan_ft.launch.torchrun", "--nnodes=1", "--nproc-per-node=8", "--standalone"]
-    assert words[11] == "--local-addr=127.0.0.1"  # the name of a host may be resolved to nothing, or elsewhere
-    assert words[words.index("titan_ft.train") + 1 :] == [
+    assert words[5 : words.index("--")] == [
+        *("-m", "titan_ft.launch.agent", "--cluster"),
+        *("--run-dir=/shared/run", "--replica=1", "--ranks=8", "--bind=::"),
+        *("--max-restarts=100", "--drain-timeout=25"),
+    ]
+    assert words[words.index("--") + 1 :] == [
         f"--job.config_file={CONFIG}",
         "--job.dump_folder=/shared/run",
         "--metrics.save_tb_folder=tb",
@@ -96,9 +98,32 @@ def test_a_group_on_one_node_needs_no_rendezvous() -> None:
 
 
 def test_workers_that_are_no_forks_are_a_wish() -> None:
-    """The agent learns of it by its environment."""
-    assert "TITAN_FT_ZYGOTE=0" in dry_run(*options(), "--no-zygote")
-    assert not [word for word in dry_run(*options()) if "ZYGOTE" in word]
+    """The agent has an option for it."""
+    assert "--no-zygote" in dry_run(*options(), "--no-zygote")
+    assert "--no-zygote" not in dry_run(*options())
+
+
+@pytest.mark.parametrize(
+    ("table", "flags", "expected"),
+    [
+        ("", [], ["--drain-timeout=25"]),
+        ("drain_timeout_seconds = 90", [], ["--drain-timeout=90"]),
+        (
+            "drain_timeout_seconds = 90",
+            ["--fault_tolerance.drain-timeout-seconds", "40"],
+            ["--drain-timeout=40"],
+        ),
+        ("", ["--fault_tolerance.drain_timeout_seconds=inf"], ["--drain-timeout=25"]),
+    ],
+)
+def test_the_agent_knows_how_long_its_workers_may_take_to_leave(
+    tmp_path: Path, table: str, flags: list[str], expected: list[str]
+) -> None:
+    """How long they may take to leave, as the workers themselves read it."""
+    config = tmp_path / "own.toml"
+    config.write_text(f"[fault_tolerance]\n{table}\n")
+    words = dry_run(*options(config=str(config)), "--", *flags)
+    assert [word for word in words if word.startswith("--drain-timeout")] == expected
 
 
 def test_the_number_of_groups_may_come_from_the_config() -> None:
@@ -123,8 +148,7 @@ def test_slurm_gives_what_is_not_named(nodelist: str, first: str) -> None:
         SLURM_JOB_NODELIST=nodelist,
     )
     assert f"TORCHFT_LIGHTHOUSE={LIGHTHOUSE}" in words
-    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-id=titan_ft-1234567-0-2"} < set(words)
-    assert f"--rdzv-endpoint={first}:24567" in words
+    assert {"--hosts=2", "--ranks=4", f"--rendezvous={first}:24567"} < set(words)
     assert {"--fault_tolerance.replica_id=2", "--fault_tolerance.group_size=8"} < set(words)
 
 
@@ -137,19 +161,19 @@ def test_a_scontrol_that_fails_is_done_without(tmp_path: Path) -> None:
     environment = {"SLURM_JOB_NODELIST": "gpu[003-004]", "SLURM_JOB_ID": "7", "TITAN_FT_TOKEN": "secret"}
     result = group(*words, path=str(tmp_path), **environment)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "--rdzv-endpoint=gpu003:20007" in shlex.split(result.stdout)
+    assert "--rendezvous=gpu003:20007" in shlex.split(result.stdout)
 
 
 @pytest.mark.parametrize("value", ["h100:8", "8", "8(x2)"])
 def test_slurm_counts_are_understood(value: str) -> None:
     """Slurm writes a count with a type before it or a repetition after it."""
-    assert "--nproc-per-node=8" in dry_run(*options(ranks_per_node=None), SLURM_GPUS_PER_NODE=value)
+    assert "--ranks=8" in dry_run(*options(ranks_per_node=None), SLURM_GPUS_PER_NODE=value)
 
 
 def test_arguments_win_over_slurm() -> None:
     """What the user names is taken."""
     words = dry_run(*options(nodes="3", rendezvous="10.0.0.7:555"), SLURM_NNODES="2", SLURM_ARRAY_TASK_ID="5")
-    assert {"--nnodes=3", "--rdzv-endpoint=10.0.0.7:555", "--fault_tolerance.replica_id=1"} < set(words)
+    assert {"--hosts=3", "--rendezvous=10.0.0.7:555", "--fault_tolerance.replica_id=1"} < set(words)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run one replica group by torchrun: decide its command and its environment, then become that command."""
+"""Run one replica group: decide the command and the environment of its agent, then become that agent."""
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
+import math
 import os
 import shlex
 import socket
@@ -13,19 +13,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titan_ft.cluster import slurm_env
-from titan_ft.config import LIGHTHOUSE_VARIABLE, TABLE, ConfigError, check_lighthouse, load_toml, read_flags
+from titan_ft.config import (
+    LIGHTHOUSE_VARIABLE,
+    TABLE,
+    ConfigError,
+    FaultTolerance,
+    check_lighthouse,
+    load_toml,
+    read_flags,
+)
 from titan_ft.data.assets import find_config
+from titan_ft.launch.shared_settings import table_overrides
 from titan_ft.live.group_metrics import PORT_ENV
-from titan_ft.live.metrics import LOOPBACK
 from titan_ft.live.metrics import split_address as split_metrics_address
 from titan_ft.options import Group
-from titan_ft.run.address import ALL_HOSTS, find_own_address, find_source_address, split_address
+from titan_ft.run.address import ALL_HOSTS, split_address
 from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
 
 TOKEN_ENV = "TITAN_FT_TOKEN"
+AGENT = "titan_ft.launch.agent"
 _OWN_FLAGS = {
     "job.config_file": "CONFIG",
     "job.dump_folder": "--run-dir",
@@ -41,8 +51,8 @@ class GroupPlan:
     """What runs a group on this node.
 
     Attributes:
-        environment: variables of torchrun and its workers, beside those of this process.
-        command: torchrun's command line.
+        environment: variables of the agent and its workers, beside those of this process.
+        command: the agent's command line.
     """
 
     environment: dict[str, str]
@@ -79,13 +89,18 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
             f"{TOKEN_ENV} must be set to the same secret for all groups, got nothing; without it any host on the "
             "network could hand out weights"
         )
+    table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
     command = [
-        *(sys.executable, "-m", "titan_ft.launch.torchrun"),
-        *(f"--nnodes={nodes}", f"--nproc-per-node={ranks_per_node}"),
-        *_rendezvous_flags(rendezvous, replica, environ),
-        f"--local-addr={_find_local_address(rendezvous)}",
+        *(sys.executable, "-m", AGENT, "--cluster"),
+        *(f"--run-dir={options.run_dir.absolute()}", f"--replica={replica}", f"--ranks={ranks_per_node}"),
+        *(
+            [] if is_local else [f"--bind={ALL_HOSTS[socket.AF_INET6]}"]
+        ),  # the other groups' ranks meet at its store, too
+        *([f"--hosts={nodes}", f"--rendezvous={rendezvous}"] if rendezvous else []),
         f"--max-restarts={options.max_restarts}",
-        *("-m", "titan_ft.train"),
+        f"--drain-timeout={find_drain_seconds(table):g}",
+        *(["--no-zygote"] if options.no_zygote else []),
+        "--",
         f"--job.config_file={config.absolute()}",
         f"--job.dump_folder={options.run_dir.absolute()}",
         "--metrics.save_tb_folder=tb",
@@ -100,7 +115,7 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
 
 
 def run_group(options: Group, flags: Sequence[str]) -> int:
-    """Become the torchrun of this group, or print its command.
+    """Become the agent of this group, or print its command.
 
     Raises:
         ConfigError: an option is missing or wrong.
@@ -110,7 +125,7 @@ def run_group(options: Group, flags: Sequence[str]) -> int:
         print(plan)
         return 0
     sys.stdout.flush()
-    # This process becomes torchrun: signals of Slurm or of a shell reach the agent itself.
+    # This process becomes the agent: signals of Slurm or of a shell reach it directly.
     os.execve(plan.command[0], plan.command, {**os.environ, **plan.environment})
     raise AssertionError("execve does not return")
 
@@ -282,39 +297,20 @@ def _find_rendezvous(options: Group, environ: Mapping[str, str], nodes: int) -> 
     return rendezvous
 
 
-def _rendezvous_flags(rendezvous: str, replica: int, environ: Mapping[str, str]) -> list[str]:
-    if not rendezvous:
-        return ["--standalone"]
-    job, restarts = (environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
-    return [
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={rendezvous}",
-        f"--rdzv-id=titan_ft-{job}-{restarts}-{replica}",
-    ]
+def find_drain_seconds(table: Mapping[str, Any]) -> float:
+    """Return how long the workers may take to leave, by the [fault_tolerance] table.
 
-
-def _find_local_address(rendezvous: str) -> str:
-    """Return the numeric address at which the ranks of the group reach this node.
-
-    torchrun would take the host's own name. Where that is not resolved, or is resolved to an address of another
-    network, the workers wait for the group's store without end.
+    A value that is no number is left to the workers, who refuse it.
     """
-    if not rendezvous:
-        return LOOPBACK
-    with contextlib.suppress(OSError):
-        found = find_source_address(*split_address(rendezvous))
-        # /etc/hosts of many a distribution has the host's own name beside a loopback address.
-        if not ipaddress.ip_address(found).is_loopback or is_loopback(rendezvous):
-            return found
-    return find_own_address(ALL_HOSTS[socket.AF_INET6])
+    seconds = table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds)
+    if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds < 0:
+        return FaultTolerance.drain_timeout_seconds
+    return float(seconds)
 
 
 def _environment(options: Group, lighthouse: str, environ: Mapping[str, str]) -> dict[str, str]:
     found = {
         LIGHTHOUSE_VARIABLE: lighthouse,
-        # A restarted group needs a store of its own. In the agent's it would read the addresses of its dead
-        # predecessors (pytorch issue 135712).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED", "1"),
         # torchft's log at its default level costs time in each step.
@@ -322,8 +318,6 @@ def _environment(options: Group, lighthouse: str, environ: Mapping[str, str]) ->
     }
     if options.metrics_port:
         found[PORT_ENV] = options.metrics_port
-    if options.no_zygote:
-        found["TITAN_FT_ZYGOTE"] = "0"
     if options.host_deaths:
         found["TITAN_FT_HOST_DEATHS"] = str(options.host_deaths)
         found["TITAN_FT_HOST_WINDOW"] = str(options.host_window)

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_ft.cluster.group import check_at_least, check_flags, find_ranks_per_node, find_toml
-from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml
+from titan_ft.cluster.group import check_at_least, check_flags, find_drain_seconds, find_ranks_per_node, find_toml
+from titan_ft.config import TABLE, ConfigError, load_toml
 from titan_ft.launch.lighthouse import changed_settings, split_bind
 from titan_ft.launch.shared_settings import lighthouse_settings, table_overrides
 from titan_ft.options import Kubernetes, Lighthouse
@@ -19,8 +19,6 @@ MANIFESTS = Path(__file__).parent / "manifests"
 DOCUMENTS = ("config.yaml", "volume.yaml", "lighthouse.yaml", "jobset.yaml")
 VOLUME, CONFIG_FOLDER = "/run/titan_ft", "/etc/titan_ft"
 METRICS_PORT, RENDEZVOUS_PORT = 9464, 29400
-TORCHRUN_SECONDS = 30.0
-"""What torchrun's agent lets its workers take to end when it is asked to."""
 _END_SECONDS = 20.0  # after the workers have left: the agent and the container end
 
 
@@ -46,7 +44,7 @@ def render(options: Kubernetes, flags: Sequence[str]) -> str:
         raise ConfigError(f"--name must be of {rule}, got {options.name!r}; correct it")
     config = find_toml(options.config)
     table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
-    drain_seconds = float(table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds))
+    drain_seconds = find_drain_seconds(table)
     environment = Environment(
         loader=FileSystemLoader(MANIFESTS), undefined=StrictUndefined, autoescape=False, keep_trailing_newline=False
     )
@@ -63,7 +61,7 @@ def render(options: Kubernetes, flags: Sequence[str]) -> str:
         "storage_class": options.storage_class,
         "gpu_resource": options.gpu_resource,
         "drain_seconds": f"{drain_seconds:g}",
-        "grace_seconds": math.ceil(max(drain_seconds, TORCHRUN_SECONDS) + _END_SECONDS),
+        "grace_seconds": math.ceil(drain_seconds + _END_SECONDS),
         "lighthouse_command": [
             *("tini", "--", "titan-ft", "lighthouse", "--bind", Lighthouse.bind),
             *changed_settings(lighthouse_settings(table)),

@@ -28,6 +28,7 @@ from titan_ft.config import (
     unwritable,
 )
 from titan_ft.data.assets import find_config
+from titan_ft.launch.agent import DEFAULT_MODULE
 from titan_ft.launch.failed_start import is_failed_start, set_aside
 from titan_ft.launch.gpus import num_gpus
 from titan_ft.launch.lighthouse_keeper import HOST
@@ -44,7 +45,6 @@ from titan_ft.launch.resume import (
     without_headers,
 )
 from titan_ft.launch.shared_settings import lighthouse_settings, table_overrides
-from titan_ft.launch.supervisor import DEFAULT_MODULE
 from titan_ft.live.metrics import split_address
 from titan_ft.options import Launch
 from titan_ft.run.events import LaunchStarted
@@ -374,7 +374,7 @@ class LaunchPlan:
             command += [f"--{setting.name.replace('_', '-')}", str(getattr(self.lighthouse, setting.name))]
         return command
 
-    def supervisor_args(self, replica: int, attempt: int, lighthouse: str, takeover: str = "") -> list[str]:
+    def agent_args(self, replica: int, attempt: int, lighthouse: str, takeover: str = "") -> list[str]:
         """Return the command line that supervises one group.
 
         Args:

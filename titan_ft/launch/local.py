@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from titan_ft.config import ConfigError
 from titan_ft.history.notes import name_groups
+from titan_ft.launch.agent import AGENT, GRACE_SECONDS
 from titan_ft.launch.agent_keeper import AgentKeeper
 from titan_ft.launch.children import Child, Children, Process
 from titan_ft.launch.going_on import CHECKPOINTS_OFF, describe_stop
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd, RestartPolicy, has_trained, may_replace
-from titan_ft.launch.supervisor import GRACE_SECONDS, SUPERVISOR
 from titan_ft.launch.worker_group import open_log, usual_env
 from titan_ft.launch.zygote import IMPORT_SECONDS, Zygote, is_possible
 from titan_ft.live import status
@@ -218,7 +218,7 @@ class LocalRun:
             child = self._children.start("the zygote", command, log, env=env, pass_fds=[descriptor], output=output)
             return child.process
 
-        self._zygote = Zygote(start, self.plan.module, self.plan.check_flags(), stops_after_check=True)
+        self._zygote = Zygote(start, self.plan.module, self.plan.check_flags())
         deadline = time.monotonic() + IMPORT_SECONDS
         while not (self._zygote.checked or self._zygote.lost or self.stop) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS / 10)
@@ -262,28 +262,28 @@ class LocalRun:
 
     def _keep_agent(self, replica: int) -> AgentKeeper:
         policy = RestartPolicy(self.plan.options.max_restarts, run_trains=lambda: has_trained(self.plan.paths))
-        start = partial(self._start_supervisor, replica)
+        start = partial(self._start_agent, replica)
         return AgentKeeper(replica, self.plan.paths, policy, start, self._announce)
 
-    def _start_supervisor(self, replica: int, attempt: int, takeover: str) -> Child:
+    def _start_agent(self, replica: int, attempt: int, takeover: str) -> Child:
         """Start a group's agent: a fork of the zygote where there is one, else a process that imports everything.
 
         Args:
             attempt: number of the group's next attempt.
             takeover: why that is a restart; empty if it is none.
         """
-        name, log = f"supervisor of group {replica}", self.plan.paths.supervisor_log(replica)
-        args = self.plan.supervisor_args(replica, attempt, self._lighthouse.address, takeover)
+        name, log = f"agent of group {replica}", self.plan.paths.supervisor_log(replica)
+        args = self.plan.agent_args(replica, attempt, self._lighthouse.address, takeover)
         if self._zygote is not None:
             with open_log(log, "ab") as output:
                 files = (output.fileno(), output.fileno())
-                forked = self._zygote.fork(SUPERVISOR, args, self._children.env, files, f"titan-ft {replica}")
+                forked = self._zygote.fork(AGENT, args, self._children.env, files, f"titan-ft {replica}")
             if forked is not None:
                 return self._children.add(Child(name, forked, log))
             self._watch_zygote()
             if self._zygote is not None:
                 self.view.line(f"{name} cannot be forked, and imports everything itself ({self.plan.paths.zygote_log})")
-        return self._children.start(name, [sys.executable, "-m", SUPERVISOR, *args], log)
+        return self._children.start(name, [sys.executable, "-m", AGENT, *args], log)
 
     def _watch(self) -> tuple[int, str]:
         """Follow the run to its end; return the exit status and the reason."""

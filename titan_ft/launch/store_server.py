@@ -3,7 +3,7 @@
 """Serve the store at which the workers of one attempt of a group meet, in a process of its own.
 
 Its threads, which are torch's, would be lost in a fork: so they are not where workers are forked. It outlives every
-worker of the attempt, and ends with the supervisor. Command line: the descriptor of the socket that listens.
+worker of the attempt, and ends with the agent. Command line: the descriptor of the socket that listens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     # number: it needs no name server, and none that is slow holds up a rendezvous.
     os.environ["RES_OPTIONS"] = "attempts:0"
     store = serve(socket.socket(fileno=int(sys.argv[1])))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its supervisor ends it, after the workers
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its agent ends it, after the workers
     while store is not None:
         time.sleep(3600.0)
 

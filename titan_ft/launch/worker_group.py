@@ -1,10 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Start, watch and end the worker processes of one replica group, as one unit.
-
-torchrun's own agent is not used: when a rank dies it gives the others 30 seconds, and its rendezvous, which a group on
-one host does not need, costs every restart time.
-"""
+"""Start, watch and end the worker processes of one replica group on one host, as one unit."""
 
 from __future__ import annotations
 
@@ -25,13 +21,15 @@ from titan_ft.launch.forks import ForkedProcess, fork_module
 from titan_ft.launch.gpus import listed_gpus, num_gpus
 from titan_ft.launch.own_end import EARLY_END, kind_of_end
 from titan_ft.run import error_file
-from titan_ft.run.error_file import WorkerError
+from titan_ft.run.address import is_unspecified, usable_bind
+from titan_ft.run.error_file import WorkerError, read_error
 from titan_ft.run.events import WorkerExited
-from titan_ft.run.marks import remove_training_mark
+from titan_ft.run.marks import has_left, remove_training_mark
 from titan_ft.run.orphan import PARENT_PID_ENV
 from titan_ft.run.process import node_name
 
 LOOPBACK = "127.0.0.1"
+_POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,13 @@ class WorkerExit:
     code: int
     """Exit status; negative: the signal, as in `subprocess`."""
     error: WorkerError | None = None
-    """The exception that ended it, as far as it was asked for and is known; `EARLY_END` of an early end."""
+    """The exception that ended it, as far as it is known; `EARLY_END` of an early end."""
+    has_left: bool = False
+    """Whether it has left a mark that it was asked to leave, because its event could not be written."""
+    host: str = ""
+    """Name of its host."""
+    is_lost: bool = False
+    """Whether the agent of its host is gone, or its whole host. Then nobody saw the end, and `code` is SIGKILL."""
 
     @property
     def failed(self) -> bool:
@@ -56,6 +60,8 @@ class WorkerExit:
 
     def describe(self) -> str:
         """Say it in words, such as "rank 1 was killed by SIGKILL"."""
+        if self.is_lost:
+            return f"rank {self.rank} was lost with its host {self.host}, or with the agent there"
         if self.is_early:
             return f"rank {self.rank} ended with {EARLY_END}"
         if self.code >= 0:
@@ -74,7 +80,7 @@ class WorkerExit:
         event = WorkerExited(
             rank=self.rank, attempt=attempt, worker_pid=self.pid, reason=reason, stopped=bool(stopped_because)
         )
-        event.host = node_name()
+        event.host = self.host or node_name()
         if self.code >= 0:
             event.code = self.code
         else:
@@ -132,7 +138,7 @@ class PlainStarter:
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=None if output is None else subprocess.STDOUT,
                 start_new_session=True,
             )
 
@@ -149,23 +155,35 @@ class _StoreHere:
 
 
 class ForkStarter:
-    """Forks this process, which has imported everything (see `forks`)."""
+    """Forks this process, which has imported everything (see `forks`).
+
+    Args:
+        private: lists descriptors of this process that no fork may keep. A connection that a worker held open would
+            outlive this process, and its other end would not notice this process's death.
+    """
 
     forks = True
+
+    def __init__(self, private: Callable[[], list[int]] = list) -> None:
+        self._private = private
 
     def start(
         self, module: str, args: list[str], env: Mapping[str, str], log: Path | None, title: str
     ) -> ForkedProcess:
+        close = self._private()
         if log is None:
-            return fork_module(module, args, env, None, title=title)
+            return fork_module(module, args, env, None, title=title, close=close)
         with open_log(log) as output:
-            return fork_module(module, args, env, (output.fileno(), output.fileno()), title=title)
+            files = (output.fileno(), output.fileno())
+            return fork_module(module, args, env, files, title=title, close=close)
 
     def serve_store(self, listener: socket.socket) -> Store:
         with listener:
             arguments = [str(listener.fileno())]
             env = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
-            return _StoreFork(fork_module(store_server.__name__, arguments, env, None, title="titan-ft store"))
+            close = self._private()
+            process = fork_module(store_server.__name__, arguments, env, None, title="titan-ft store", close=close)
+            return _StoreFork(process)
 
 
 class _StoreFork:
@@ -177,19 +195,87 @@ class _StoreFork:
         self.process.wait()
 
 
+@dataclass(frozen=True)
+class Share:
+    """The ranks of a group that run on one host: `num_ranks` of them, from `first_rank` on.
+
+    Attributes:
+        world_size: number of ranks of the whole group.
+        host, num_hosts: which host of the group this is, from 0, and of how many.
+    """
+
+    num_ranks: int
+    world_size: int
+    first_rank: int = 0
+    host: int = 0
+    num_hosts: int = 1
+
+    @classmethod
+    def whole(cls, num_ranks: int) -> Share:
+        """Return the share of a host that has all ranks of the group."""
+        return cls(num_ranks, num_ranks)
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Address of the store at which the workers of one attempt meet.
+
+    Attributes:
+        pid: process of this host that serves the store; 0 if another host does.
+    """
+
+    host: str
+    port: int
+    pid: int = 0
+
+
+class AttemptStore:
+    """The store of one attempt, served from this host.
+
+    Workers meet at a store on a port that the system chose: a port picked now for rank 0 to bind after seconds of
+    imports could be taken by then. Each attempt has its own: in a former attempt's store the workers would read the
+    addresses of their dead predecessors (pytorch issue 135712).
+
+    Args:
+        bind: numeric address at which the store listens; groups on other hosts must reach it. 0.0.0.0 and :: stand for
+            all addresses.
+        address: numeric address at which the workers reach it; empty if all of them are on this host.
+    """
+
+    def __init__(self, starter: Starter, bind: str, address: str = "") -> None:
+        bind = usable_bind(bind)
+        is_ipv6 = ":" in bind
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        # Without the last option, a store at :: would not answer groups that have IPv4 addresses.
+        listener = socket.create_server((bind, 0), family=family, dualstack_ipv6=is_ipv6 and is_unspecified(bind))
+        host, port = store_server.reachable(listener)
+        self._store = starter.serve_store(listener)
+        self.meeting_point = MeetingPoint(address or host, port, self._store.pid)
+
+    def close(self) -> None:
+        self._store.close()
+
+
 class WorkerGroup:
-    """The workers of one attempt of one group: started together, and all ended as soon as one of them fails.
+    """The workers of one attempt of one group on this host: started together, and ended together.
 
     Args:
         starter: how.
         module: Python module that the workers run.
         args: its command line.
         env: environment of all workers, on top of this process's own and of torchrun's usual variables.
-        max_restarts: told to the workers, as torchrun does.
+        share: which ranks of the group they are.
+        meeting_point: where all workers of the attempt meet.
         attempt: which start of the group this is, from 0 (see `attempt_env`).
-        logs: log file per rank; without, output goes where this process's own goes.
-        title: what a worker is called in `ps` where it is a fork, before its rank.
-        bind: numeric address at which the group's store listens; groups on other hosts must reach it.
+        max_restarts: given to the workers, as torchrun does.
+        logs: path of a log for each rank.
+        has_logs: whether the workers print to their logs. If not, their output goes where this process's own goes, and
+            only the error files stand beside the paths of the logs.
+        title: name of a forked worker in `ps`, before its rank.
     """
 
     def __init__(
@@ -198,55 +284,39 @@ class WorkerGroup:
         module: str,
         args: list[str],
         env: Mapping[str, str],
-        num_ranks: int,
-        max_restarts: int,
+        share: Share,
+        meeting_point: MeetingPoint,
         *,
-        attempt: int = 0,
-        logs: Mapping[int, Path] | None = None,
+        attempt: int,
+        max_restarts: int,
+        logs: Mapping[int, Path],
+        has_logs: bool = True,
         title: str = "titan-ft ",
-        bind: str = LOOPBACK,
     ) -> None:
-        self.num_ranks = num_ranks
-        # Workers meet at a store on a port that the system chose: a port picked now for rank 0 to bind after seconds of
-        # imports could be taken by then.
-        listener = socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
-        address = store_server.reachable(listener)
-        self._store = starter.serve_store(listener)
-        shared = {**os.environ, **env, **self._group_env(address, max_restarts), **attempt_env(attempt)}
-        self._error_files = {rank: error_file.beside(log) for rank, log in (logs or {}).items()}
+        self.num_ranks = share.num_ranks
+        shared = {**os.environ, **env, **_shared_env(share, meeting_point, max_restarts), **attempt_env(attempt)}
+        self._error_files = {rank: error_file.beside(logs[rank]) for rank in share.ranks}
         self._exits: dict[int, WorkerExit] = {}
-        """Those that were seen; a mark that a worker trains tells only once how it ended."""
+        """Those that were seen; a mark that a worker trains shows only once how it ended."""
         self._workers: dict[int, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._reaped = False
         try:
-            for rank in range(num_ranks):
-                own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-                log = logs[rank] if logs else None
-                if log is not None:
-                    own[error_file.FILE_ENV] = str(self._error_files[rank])
+            for local_rank, rank in enumerate(share.ranks):
+                own = {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+                own[error_file.FILE_ENV] = str(self._error_files[rank])
+                log = logs[rank] if has_logs else None
+                if log is None:
+                    with contextlib.suppress(OSError):  # then the worker's exception stands in its output only
+                        self._error_files[rank].parent.mkdir(parents=True, exist_ok=True)
                 self._workers[rank] = starter.start(module, args, {**shared, **own}, log, f"{title}{rank}")
         except BaseException:
             self.end(0.0)
             raise
 
-    def _group_env(self, address: tuple[str, int], max_restarts: int) -> dict[str, str]:
-        """Return the variables that are the same for all ranks and attempts: torchrun's, and who the parent is."""
-        world = str(self.num_ranks)
-        return {
-            PARENT_PID_ENV: str(os.getpid()),
-            store_server.PID_ENV: str(self._store.pid),
-            "MASTER_ADDR": address[0],
-            "MASTER_PORT": str(address[1]),
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "ROLE_WORLD_SIZE": world,
-            "GROUP_WORLD_SIZE": "1",
-            "GROUP_RANK": "0",
-            "ROLE_NAME": "titan_ft",
-            "TORCHELASTIC_RUN_ID": "titan_ft",
-            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-            "TORCHELASTIC_USE_AGENT_STORE": str(True),
-        }
+    @property
+    def pids(self) -> dict[int, int]:
+        """Processes of the workers, by rank."""
+        return {rank: worker.pid for rank, worker in self._workers.items()}
 
     def exits(self) -> list[WorkerExit]:
         """List the workers that ended, without collecting them: until `end` their process groups keep their ids."""
@@ -256,18 +326,25 @@ class WorkerGroup:
             info = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if info is not None:
                 code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-                file = self._error_files.get(rank)
-                is_early = file is not None and remove_training_mark(file) and code == 0
-                self._exits[rank] = WorkerExit(rank, worker.pid, code, ENDED_EARLY if is_early else None)
+                self._exits[rank] = self._describe_exit(rank, worker.pid, code)
         return [self._exits[rank] for rank in sorted(self._exits)]
 
-    def drain(self, seconds: float, impatient: Callable[[], bool]) -> None:
-        """Ask all workers to finish their step and leave (SIGTERM), and wait `seconds` for it.
+    def _describe_exit(self, rank: int, pid: int, code: int) -> WorkerExit:
+        file = self._error_files[rank]
+        is_early = remove_training_mark(file) and code == 0
+        error = ENDED_EARLY if is_early else None
+        if code > 0:
+            error = read_error(file)
+        return WorkerExit(rank, pid, code, error, has_left(file), node_name())
 
-        Returns early when one of them failed, since the others cannot finish without it, or when `impatient` says so.
-        """
+    def raised(self) -> list[int]:
+        """List the ranks that still run although an exception has ended their training."""
+        ended = {exit.rank for exit in self.exits()}
+        return [rank for rank, file in self._error_files.items() if rank not in ended and file.exists()]
+
+    def ask_to_leave(self) -> None:
+        """Ask all workers to finish their step and leave (SIGTERM)."""
         self._signal_running(signal.SIGTERM)
-        self._wait(seconds, lambda: impatient() or any(exit.failed for exit in self.exits()))
 
     def end(self, grace_seconds: float) -> list[WorkerExit]:
         """End what still runs, collect all, and return how each ended.
@@ -285,7 +362,6 @@ class WorkerGroup:
         self._reaped = True
         for worker in self._workers.values():
             worker.poll()
-        self._store.close()
         return exits
 
     def kill(self) -> None:
@@ -300,10 +376,31 @@ class WorkerGroup:
             if worker.pid not in ended:
                 _signal_group(worker.pid, signum)
 
-    def _wait(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
+    def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while len(self.exits()) < len(self._workers) and time.monotonic() < deadline and not enough():
-            time.sleep(0.01)
+        while len(self.exits()) < len(self._workers) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+
+def _shared_env(share: Share, meeting_point: MeetingPoint, max_restarts: int) -> dict[str, str]:
+    """Return the variables that are the same for all ranks of a host: torchrun's, and the parent's pid."""
+    env = {
+        PARENT_PID_ENV: str(os.getpid()),
+        "MASTER_ADDR": meeting_point.host,
+        "MASTER_PORT": str(meeting_point.port),
+        "WORLD_SIZE": str(share.world_size),
+        "LOCAL_WORLD_SIZE": str(share.num_ranks),
+        "ROLE_WORLD_SIZE": str(share.world_size),
+        "GROUP_WORLD_SIZE": str(share.num_hosts),
+        "GROUP_RANK": str(share.host),
+        "ROLE_NAME": "titan_ft",
+        "TORCHELASTIC_RUN_ID": "titan_ft",
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+    }
+    if meeting_point.pid:
+        env[store_server.PID_ENV] = str(meeting_point.pid)
+    return env
 
 
 def attempt_env(attempt: int) -> dict[str, str]:

@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The process of a host that imports, once, what all workers need: they are forks of it, or of its forks.
 
-A launcher has one for its groups, whose supervisors are forked from it and fork their workers themselves, so that
-nothing but the start of further groups depends on the zygote. On a cluster the agent of each node has one for its
-workers: the agent itself has threads, which keep it from forking.
+A launcher has one for its groups, whose agents are forked from it and fork their workers themselves, so that nothing
+but the start of further groups depends on the zygote.
 
 Each fork is handed over: it becomes the asking process's own child, whose end is waited for like any other's, and which
 outlives the zygote.
 
-Before its imports are done, and before anything is forked, it checks the config, which takes most of them. A launcher
-that waits for the answer makes no folder for a run whose config is wrong.
+Before its imports are done, and before anything is forked, it checks the config, which takes most of them. Then it
+waits until it may proceed: the launcher makes no folder for a run whose config is wrong.
 
 A request is a line of JSON over a socket, with descriptors: two for the fork's output, and a pipe. The answer is a
 line, the pid. The fork begins at a byte in the pipe, so that none runs whose pid never came: another process is started
@@ -25,7 +24,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -42,9 +40,6 @@ IMPORT_SECONDS = 600.0
 """For its imports, of a cold network file system at worst."""
 NO_FORKS = "no process can be forked: "
 """In its log, before the reason."""
-
-
-_STOP, _GO_ON = "stop", "go-on"
 
 
 class Started(Protocol):
@@ -64,25 +59,16 @@ class Zygote:
         start: starts the process: its command line, and a descriptor of this process that it gets as well.
         module: Python module that is imported beforehand.
         args: its command line, as far as it is the same for all workers.
-        stops_after_check: whether it waits for `proceed` after the config is found to be right.
 
     Raises:
         OSError: there are too many processes or files, or too little memory.
     """
 
-    def __init__(
-        self,
-        start: Callable[[list[str], int], Started],
-        module: str,
-        args: Sequence[str],
-        *,
-        stops_after_check: bool = False,
-    ) -> None:
+    def __init__(self, start: Callable[[list[str], int], Started], module: str, args: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as on_failure:
             on_failure.callback(self._socket.close)
-            how = _STOP if stops_after_check else _GO_ON
-            command = [sys.executable, "-m", "titan_ft.launch.zygote", str(theirs.fileno()), how, module, *args]
+            command = [sys.executable, "-m", "titan_ft.launch.zygote", str(theirs.fileno()), module, *args]
             self._process = start(command, theirs.fileno())
             on_failure.pop_all()
         self._received = b""
@@ -108,19 +94,8 @@ class Zygote:
             how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
             self._lose(f"the zygote ended ({how})")
 
-    def wait(self, seconds: float = IMPORT_SECONDS) -> bool:
-        """Return, once it has imported everything or is lost, as after so many seconds, whether it can fork."""
-        deadline = time.monotonic() + seconds
-        self.poll()
-        while not (self.ready or self.lost):
-            if time.monotonic() >= deadline:
-                self._lose(f"the zygote had not imported everything after {seconds:g} s")
-            time.sleep(0.02)
-            self.poll()
-        return not self.lost
-
     def proceed(self, log: int) -> None:
-        """Let a zygote that stopped after its check go on.
+        """Let the zygote import the rest, after it has found no mistake.
 
         Args:
             log: descriptor of the file to which its output goes from now on.
@@ -278,7 +253,7 @@ def main() -> int:
     protect_output()
     end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as who started this may leave it, no fork is waited for
-    descriptor, how, module, *worker_args = sys.argv[1:]
+    descriptor, module, *worker_args = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as connection:
         try:
             check(module, worker_args)
@@ -286,7 +261,7 @@ def main() -> int:
             connection.sendall(b"wrong " + json.dumps(str(error)).encode() + b"\n")
             return CONFIG_ERROR_CODE
         connection.sendall(b"checked\n")
-        if how == _STOP and not _await_log(connection):
+        if not _await_log(connection):
             return 0
         obstacle = preload(module, worker_args)
         if obstacle:

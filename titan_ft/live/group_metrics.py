@@ -1,24 +1,32 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Serve one group's figures to Prometheus, where no launcher sees all groups: on a cluster, from the group's agent."""
+"""Serve one group's figures to Prometheus, where no launcher sees all groups: on a cluster.
+
+A process beside the group's agent: `python -m titan_ft.live.group_metrics PLACE RUN_DIR GROUP`. The agent
+has no threads, because it forks.
+"""
 
 from __future__ import annotations
 
-import threading
+import sys
+import time
 
+from titan_ft.config import ConfigError
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status import LOST
+from titan_ft.run.orphan import end_with_parent
+from titan_ft.run.output import protect_output
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import EventTail
 
 PORT_ENV = "TITAN_FT_METRICS_PORT"
-"""PORT or HOST:PORT where a group's agent serves."""
+"""PORT or HOST:PORT at which the agent of a group's first host has them served."""
 POLL_SECONDS = 1.0
 
 
 class GroupMetrics:
-    """Follow one group's events and serve their figures, from threads of their own.
+    """Follow one group's events and serve their figures, from a thread of the server's own.
 
     What the group's own processes announce is counted from now on; what they have announced before is not. All metrics
     are there, by the same names as a launcher's: those of the whole job as this group sees them, those of groups for
@@ -37,19 +45,10 @@ class GroupMetrics:
         self._tails = [EventTail(paths.events, pattern=pattern) for pattern in paths.group_patterns(replica)]
         self._server = MetricsServer.at(place, {"run_dir": str(paths.root), "replica": str(replica)})
         self.url = self._server.url
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="titan_ft_group_metrics", daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
         """Serve no more."""
-        self._closed.set()
-        self._thread.join()
         self._server.close()
-
-    def _follow(self) -> None:
-        while not self._closed.wait(POLL_SECONDS):
-            self.poll()
 
     def poll(self) -> None:
         """Take in what is new."""
@@ -62,3 +61,23 @@ class GroupMetrics:
             # A lost group cannot say so itself, and its own series have vanished: the group that missed it shows it.
             shown = {r: group for r, group in groups.items() if r == self._replica or group.state == LOST}
             self._server.update(shown, num_groups=len(groups))
+
+
+def main() -> int:
+    """Serve until the agent ends."""
+    protect_output()
+    end_with_parent()
+    place, run_dir, replica = sys.argv[1:]
+    try:
+        metrics = GroupMetrics(place, RunPaths(run_dir), int(replica))
+    except ConfigError as error:  # training goes on without
+        print(f"titan_ft: group {replica} serves no metrics: {error}", file=sys.stderr, flush=True)
+        return 1
+    print(f"titan_ft: group {replica}: metrics at {metrics.url}", file=sys.stderr, flush=True)
+    while True:
+        time.sleep(POLL_SECONDS)
+        metrics.poll()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

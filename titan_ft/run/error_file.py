@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Hand the exception that ends a worker to whoever started it, by torch elastic's error file.
 
-torchrun and the supervisor name a file in TORCHELASTIC_ERROR_FILE; the format is that of
+torchrun and the agent name a file in TORCHELASTIC_ERROR_FILE; the format is that of
 `torch.distributed.elastic.multiprocessing.errors.record`, whose own writer knows neither what may go by itself nor more
 than the second. Nothing here imports torch: a mistake in the config is told before that.
 """

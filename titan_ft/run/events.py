@@ -52,7 +52,7 @@ class RankEvent(Event, kw_only=True):
 
 
 class GroupEvent(Event, kw_only=True):
-    """Announced of a group by its supervisor; `spare_took_over` and `agent_ended` by the launcher."""
+    """Announced of a group by its agent; `spare_took_over` and `agent_ended` by the launcher."""
 
     replica: int = -1
     attempt: int = -1
@@ -619,7 +619,7 @@ class DataReset(RankEvent, kw_only=True):
     asked: bool = False  # the config asks for it (`checkpoint.exclude_from_loading`)
 
 
-# Supervisors
+# Agents
 
 
 class WorkerExited(GroupEvent, kw_only=True):
@@ -628,7 +628,7 @@ class WorkerExited(GroupEvent, kw_only=True):
     rank: int = -1
     worker_pid: int  # its process
     reason: str  # in words
-    stopped: bool  # whether the supervisor ended it, because of another rank or because the run was stopped
+    stopped: bool  # whether the agent ended it, because of another rank or because the run was stopped
     code: int | None = None  # its exit status, if it ended by itself
     signal: str | None = None  # name of the signal that ended it, if one did
     # the exception that ended it: its type and the first line of its message; with code 0: that it ended too early
@@ -693,7 +693,7 @@ class ReplicaRestarted(GroupEvent, kw_only=True):
 
 
 class ReplicaGaveUp(GroupEvent, kw_only=True):
-    """A group is not started again. Announced by its supervisor, or by the launcher where that ended itself."""
+    """A group is not started again. Announced by its agent, or by the launcher where that ended itself."""
 
     rank: int | None = None  # the rank that failed first; left out where the group's agent ended
     reason: str  # why its last attempt ended, and why there is no other

@@ -43,11 +43,11 @@ def read_mark(path: Path) -> str | None:
 
 
 def announce_left(events: EventLog, event: Drained) -> None:
-    """Emit that this worker leaves; if the event waits, leave a mark for the supervisor, too."""
+    """Emit that this worker leaves; if the event waits, leave a mark for the agent, too."""
     events.emit(event)
     error_file = find_file()
     if events.is_stalled and error_file is not None:
-        with contextlib.suppress(OSError):  # then the supervisor lets it stay away
+        with contextlib.suppress(OSError):  # then the agent lets it stay away
             leave_mark(_mark_beside(error_file, LEFT), LEFT)
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from titan_ft.run.appender import retry_waiting
 
 PARENT_PID_ENV = "TITAN_FT_PARENT_PID"
-"""Set by the launcher and the supervisor for what they start. It closes the gap between the start of a process
+"""Set by the launcher and the agent for what they start. It closes the gap between the start of a process
 and its first look at its parent: a parent that died within it has already been replaced in `os.getppid()`."""
 
 

@@ -70,7 +70,7 @@ class RunPaths:
         return self.root / "logs" / "zygote.log"
 
     def supervisor_log(self, replica: int) -> Path:
-        """Output of the supervisor of one group (not of its workers)."""
+        """Output of the agent of one group (not of its workers)."""
         return self.root / "logs" / f"replica-{replica}" / "supervisor.log"
 
     def logs(self, replica: int, attempt: int, rank: int) -> Path:
@@ -93,7 +93,7 @@ class RunPaths:
 
     @staticmethod
     def supervisors_pattern() -> str:
-        """Return a pattern for the names of the event files of all groups' supervisors."""
+        """Return a pattern for the names of the event files of all groups' agents."""
         return "supervisor-*.jsonl"
 
     def launcher_events(self, pid: int) -> Path:
@@ -115,7 +115,7 @@ class RunPaths:
 
     @staticmethod
     def group_patterns(replica: int) -> tuple[str, ...]:
-        """Return patterns for the names of a group's event files: of its workers, and of its supervisors."""
+        """Return patterns for the names of a group's event files: of its workers, and of its agents."""
         return f"replica-{replica}-rank-*.jsonl", f"supervisor-{replica}-*.jsonl"
 
     def has_events(self) -> bool:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 _IN_WORDS = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the end of its terminal (SIGHUP)"}
@@ -21,12 +22,16 @@ class StopRequests:
         self.count = 0
         self.signum: signal.Signals | None = None
         """The first signal that came; None if there was none, or a plain call."""
+        self.at_once: Callable[[], None] | None = None
+        """Is called at each request, in the signal's handler; None while the requests are only counted."""
         self._before = {signum: signal.signal(signum, self) for signum in signums}
 
     def __call__(self, signum: int = 0, frame: FrameType | None = None) -> None:
         self.count += 1
         if signum and self.signum is None:
             self.signum = signal.Signals(signum)
+        if self.at_once is not None:
+            self.at_once()
 
     @property
     def status(self) -> int:

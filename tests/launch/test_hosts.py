@@ -1,0 +1,241 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The agents of a group on several hosts; here all of them are on one, and the workers' entry is real, training is not.
+
+`tests/integration/test_two_hosts.py` has hosts that can vanish, and training.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.forked import children
+from titan_ft.launch import hosts
+from titan_ft.launch.hosts import Hosts, claim
+from titan_ft.launch.line import GONE_SECONDS
+
+WAIT = "while not (paths.root / f'go-{attempt}').exists(): __import__('time').sleep(0.02)\n"
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start(run: Any, port: int, crash: str, ranks: int = 1, token: str = "secret") -> subprocess.Popen[str]:
+    """Start the agent of one of two hosts, whose name is that of its pid."""
+    run.env |= {"CRASH": crash, "TITAN_FT_TOKEN": token}
+    command = ["-m", "titan_ft.launch.agent", "--cluster", f"--run-dir={run.paths.root}", "--replica=3"]
+    command += [f"--ranks={ranks}", "--module=crashing_worker", "--hosts=2", f"--rendezvous=127.0.0.1:{port}"]
+    flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=3"]
+    return run.start(*command, "--no-zygote", "--", *flags)
+
+
+def wait_for_workers(run: Any, attempt: int, number: int) -> list[dict[str, Any]]:
+    """Return the workers of an attempt, by rank, once all have begun."""
+
+    def started() -> list[dict[str, Any]]:
+        events = [event for event in run.events("worker_started") if event["attempt"] == attempt]
+        return sorted(events, key=lambda event: event["rank"]) if len(events) == number else []
+
+    return list(run.wait_until(started, 60.0, f"{number} workers of attempt {attempt}"))
+
+
+def end(run: Any, attempt: int) -> None:
+    """Let the workers of an attempt finish."""
+    (run.paths.root / f"go-{attempt}").touch()
+
+
+FINISH = f"{WAIT}import os\nos._exit(0)"
+
+
+def test_a_group_on_two_hosts_finishes(run: Any, port: int) -> None:
+    """Each rank has its place in the group and on its host, and all meet at one store; both agents end with 0."""
+    crash = f"""
+import json, os
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+text = json.dumps([int(os.environ[name]) for name in names] + [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]])
+(paths.root / f"rank-{{rank}}.json").write_text(text)
+from torch.distributed import TCPStore
+TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False).set(str(rank), "here")
+{FINISH}
+"""
+    agents = [start(run, port, crash, ranks=2), start(run, port, crash, ranks=2)]
+    wait_for_workers(run, 0, 4)
+    end(run, 0)
+    errors = [agent.communicate(timeout=60)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], errors
+    places = [json.loads((run.paths.root / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert [place[:6] for place in places] == [
+        [0, 0, 4, 2, 0, 2],
+        [1, 1, 4, 2, 0, 2],
+        [2, 0, 4, 2, 1, 2],
+        [3, 1, 4, 2, 1, 2],
+    ]
+    assert len({tuple(place[6:]) for place in places}) == 1
+    assert {event["rank"]: event["code"] for event in run.events("worker_exited")} == dict.fromkeys(range(4), 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_restarts_the_group_on_both_hosts(run: Any, port: int, rank: int) -> None:
+    """Wherever it was: one agent decides, and the other follows; the event of the cause is that of its end."""
+    crash = f"import os, signal\nif attempt == 0 and rank == {rank}: os.kill(os.getpid(), signal.SIGKILL)\n{FINISH}"
+    agents = [start(run, port, crash), start(run, port, crash)]
+    wait_for_workers(run, 1, 2)
+    end(run, 1)
+    errors = [agent.communicate(timeout=60)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], errors
+    (restarted,) = run.events("replica_restarted")
+    assert (restarted["attempt"], restarted["reason"]) == (1, f"rank {rank} was killed by SIGKILL")
+    ends = {(event["rank"], event["stopped"]) for event in run.events("worker_exited") if event["attempt"] == 0}
+    assert ends == {(rank, False), (1 - rank, True)}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_that_must_not_come_back_ends_on_both_hosts(run: Any, port: int, rank: int) -> None:
+    """With the same status, for a scheduler looks at any of them; the exception is named, not what follows from it."""
+    crash = f"""
+from titan_ft.protocol.errors import DivergedError
+if rank == {rank}: raise DivergedError("two states")
+{WAIT}
+"""
+    agents = [start(run, port, crash), start(run, port, crash)]
+    errors = [agent.communicate(timeout=60)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [3, 3], errors
+    assert sum("DivergedError: two states" in text.replace("\nDiverged", "") for text in errors) >= 1
+    assert sum("it was given up; see the output of host" in text for text in errors) == 1
+    (gave_up,) = run.events("replica_gave_up")
+    assert (gave_up["cause"], gave_up["rank"], gave_up["error"]) == ("final", rank, "DivergedError: two states")
+
+
+def test_an_agent_that_dies_takes_its_workers_along_and_another_one_comes(run: Any, port: int) -> None:
+    """The group waits for it, and is restarted as a whole; its ranks are named as lost."""
+    leader = start(run, port, FINISH)
+    run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
+    lost = start(run, port, FINISH)
+    first = wait_for_workers(run, 0, 2)
+    lost.kill()
+    run.wait_until(lambda: run.events("worker_exited"), 30.0, "the end of the lost host's rank is announced")
+    run.wait_until(lambda: not run.is_alive(first[1]["pid"]), 10.0, "the worker ended with its agent")
+    exit = run.events("worker_exited")[0]
+    assert (exit["rank"], exit["stopped"], exit["signal"]) == (1, False, "SIGKILL")
+    assert re.search(r"^rank 1 was lost with its host \S+, or with the agent there$", exit["reason"])
+    follower = start(run, port, FINISH)
+    wait_for_workers(run, 1, 2)
+    end(run, 1)
+    errors = [agent.communicate(timeout=60)[1] for agent in (leader, follower)]
+    assert [leader.returncode, follower.returncode] == [0, 0], errors
+    assert "titan_ft: group 3: the agent of host" in errors[0]
+
+
+def test_where_the_leading_agent_dies_the_group_goes_on_with_another_one(run: Any, port: int) -> None:
+    """What remains ends its workers, and leads if the rendezvous is on its own host; attempts count on."""
+    leader = start(run, port, FINISH)
+    run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
+    follower = start(run, port, FINISH)
+    first = wait_for_workers(run, 0, 2)
+    leader.kill()
+    run.wait_until(lambda: not any(run.is_alive(worker["pid"]) for worker in first), 30.0, "all workers are gone")
+    back = start(run, port, FINISH)
+    wait_for_workers(run, 1, 2)
+    end(run, 1)
+    errors = [agent.communicate(timeout=60)[1] for agent in (follower, back)]
+    assert [follower.returncode, back.returncode] == [0, 0], errors
+    (restarted,) = run.events("replica_restarted")
+    assert (restarted["attempt"], restarted["reason"]) == (1, "started by hand")
+
+
+def test_an_agent_that_is_stopped_lets_its_workers_leave(run: Any, port: int) -> None:
+    """The whole group leaves if its leader is asked to; both agents say so, and end as they do on one host."""
+    leave = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+    crash = f"{leave}(paths.root / f'ready-{{rank}}').touch()\n{WAIT}"
+    leader = start(run, port, crash)
+    run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
+    follower = start(run, port, crash)
+    run.wait_until(lambda: len(list(run.paths.root.glob("ready-*"))) == 2, 60.0, "both ranks would leave in order")
+    leader.terminate()
+    errors = [agent.communicate(timeout=60)[1] for agent in (leader, follower)]
+    assert [leader.returncode, follower.returncode] == [1, 1], errors
+    assert "this group was stopped by SIGTERM" in errors[0]
+    assert "titan_ft: group 3: it was stopped on host" in errors[1]
+    assert {(event["rank"], event["code"]) for event in run.events("worker_exited")} == {(0, 0), (1, 0)}
+
+
+def test_a_follower_that_is_stopped_lets_its_workers_leave(run: Any, port: int) -> None:
+    """Its host is drained: its workers leave in order, and the group waits for another agent."""
+    leave = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+    crash = f"{leave}(paths.root / f'ready-{{rank}}').touch()\n{WAIT}"
+    leader = start(run, port, crash)
+    run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
+    follower = start(run, port, crash)
+    run.wait_until(lambda: len(list(run.paths.root.glob("ready-*"))) == 2, 60.0, "both ranks would leave in order")
+    follower.terminate()
+    _, errors = follower.communicate(timeout=60)
+    assert (follower.returncode, errors.count("this group was stopped by SIGTERM")) == (1, 1)
+    assert leader.poll() is None
+    leader.terminate()
+    leader.communicate(timeout=60)
+    ends = {event["rank"]: event.get("code") for event in run.events("worker_exited")}
+    assert ends == {0: 0, 1: 0}
+
+
+def test_an_agent_without_the_token_takes_no_part(run: Any, port: int) -> None:
+    """Both say why, and the group waits for the right one."""
+    leader = start(run, port, FINISH)
+    run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
+    stranger = start(run, port, FINISH, token="guess")
+    assert stranger.stderr is not None
+    said = stranger.stderr.readline()
+    assert "no agent leads this group at 127.0.0.1" in said
+    follower = start(run, port, FINISH)
+    workers = wait_for_workers(run, 0, 2)
+    assert not set(children(stranger.pid)) & {worker["pid"] for worker in workers}
+    stranger.kill()
+    end(run, 0)
+    errors = [agent.communicate(timeout=60)[1] for agent in (leader, follower)]
+    assert [leader.returncode, follower.returncode] == [0, 0], errors
+    assert errors[0].count("an agent was refused: the other end does not know this run's token") == 1
+
+
+def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of those that say nothing are dropped, and each of them after a while."""
+    monkeypatch.setattr(hosts, "_MAX_STRANGERS", 3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Hosts(listener, 2, "secret", 0, print)
+        knocking = [socket.create_connection(listener.getsockname()) for _ in range(5)]
+        deadline = time.monotonic() + 10.0
+        while len(ours.descriptors()) != 1 + 3:
+            assert time.monotonic() < deadline
+            ours.poll()
+        later = time.monotonic() + GONE_SECONDS + 1.0
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        ours.poll()
+        assert ours.descriptors() == [listener.fileno()]
+        for connection in knocking:
+            connection.close()
+
+
+def test_who_leads(port: int) -> None:
+    """Whoever can listen at the rendezvous; nobody else on its host, and nobody on another one."""
+    listener = claim(f"127.0.0.1:{port}")
+    assert listener is not None
+    with listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        assert claim(f"127.0.0.1:{port}") is None
+    assert claim("203.0.113.1:29400") is None
+
+
+def is_listening(port: int) -> bool:
+    """Return whether a process listens at a port of the loopback, without a connection to it."""
+    wanted = f"0100007F:{port:04X}"
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return any(line.split()[1] == wanted and line.split()[3] == "0A" for line in lines)

@@ -1,0 +1,656 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Keep one replica group running: start its workers, and start them all again when one of them dies.
+
+One agent per group (`python -m titan_ft.launch.agent`), under `titan-ft launch` as on a cluster (`titan-ft group`). A
+group on several hosts has an agent on each: the first one leads, and the others do as it says (`hosts`, `follower`).
+The group as a whole is what is restarted, because its ranks cannot go on without each other. The workers are forks of
+the agent, which has imported all that they need (`forks`), by itself or as a fork of the launcher's zygote.
+
+torch elastic's agent (torchrun) is not used, because it does not hold what a group needs:
+
+- After a failure it gives the other ranks the same time as for an end in order: 30 s, or as long as a drain. Here they
+  get `GRACE_SECONDS`, because they cannot finish without the one that failed.
+- It has threads, so it cannot fork workers that have everything imported. Its forkserver takes a function as the entry
+  point, and starts one server for each agent.
+- The agents of a group meet at a store that is open to everyone, and unpickle what they find there.
+- The agent of each node counts restarts and judges ends by itself, without a way to give a group up on all nodes.
+- It takes exit status 0 in the middle of training for success.
+"""
+
+from __future__ import annotations
+
+import signal
+
+# Without this, Ctrl-C during the imports printed a traceback. A job in a shell's background ignores Ctrl-C.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from titan_ft.config import LIGHTHOUSE_VARIABLE, ConfigError, FaultTolerance
+from titan_ft.launch.follower import STOPPED, Follower
+from titan_ft.launch.forks import check, preload
+from titan_ft.launch.hosts import MEETING_SECONDS, GroupWorkers, Hosts, Member, claim
+from titan_ft.launch.own_end import kind_of_end
+from titan_ft.launch.restart_policy import (
+    AGENT_CRASHED_CODE,
+    CONFIG,
+    CONFIG_ERROR_CODE,
+    HOST,
+    HOST_SUSPECTED_CODE,
+    NETWORK,
+    AttemptEnd,
+    AttemptEvents,
+    GiveUp,
+    RestartPolicy,
+    exit_status,
+    has_trained,
+)
+from titan_ft.launch.suspect import HostDeaths, SuspectPolicy
+from titan_ft.launch.worker_group import (
+    LOOPBACK,
+    AttemptStore,
+    ForkStarter,
+    MeetingPoint,
+    PlainStarter,
+    Share,
+    Starter,
+    WorkerExit,
+    WorkerGroup,
+    attempt_env,
+    usual_env,
+    worker_env,
+)
+from titan_ft.run.appender import retry_waiting
+from titan_ft.run.events import HostLeft, ReplicaGaveUp, ReplicaRestarted, TrainingFinished
+from titan_ft.run.log import EventLog
+from titan_ft.run.orphan import PARENT_PID_ENV, end_with_parent
+from titan_ft.run.output import protect_output
+from titan_ft.run.paths import RunPaths
+from titan_ft.run.process import node_name
+from titan_ft.run.stop import StopRequests
+from titan_ft.run.tail import EventTail, last_error_line
+
+POLL_SECONDS = 0.02
+RETRY_SECONDS = 0.2
+"""Between two attempts to find the agent that leads."""
+GRACE_SECONDS = 3.0
+CAUSE_SECONDS = 1.0
+"""Time for a rank that reported an exception to end by itself."""
+AGENT = "titan_ft.launch.agent"
+"""This module."""
+DEFAULT_MODULE = "titan_ft.train"
+LATE_RETURN_SECONDS = 10.0
+"""A group that came back, and has not committed so long after another group finished, has come too late."""
+SENT_AWAY = "its workers were told to leave"
+TOKEN_ENV = "TITAN_FT_TOKEN"
+ZYGOTE_ENV = "TITAN_FT_ZYGOTE"
+"""0: workers are new processes, as with --no-zygote."""
+METRICS = "titan_ft.live.group_metrics"
+NO_LOG = "the output of its group"
+
+
+@dataclass
+class GroupSpec:
+    """Keep one replica group running. Arguments after a -- are the command line of its workers."""
+
+    run_dir: Path
+    ranks: int
+    """Number of its ranks on this host."""
+    lighthouse: str = ""
+    """Its address; empty: TORCHFT_LIGHTHOUSE of the environment."""
+    replica: int = 0
+    bind: str = LOOPBACK
+    """Numeric address at which the group's store listens; groups on other hosts must reach it; :: for all."""
+    takeover: str = ""
+    """Why the first attempt is a restart, if it is one."""
+    attempt: int = 0
+    """Number of the first attempt."""
+    max_restarts: int = 100
+    module: str = DEFAULT_MODULE
+    drain_seconds: Annotated[float, tyro.conf.arg(name="drain-timeout")] = FaultTolerance.drain_timeout_seconds
+    """How long workers may take to finish their step at a stop; 0 kills them at once."""
+    grace_seconds: float = GRACE_SECONDS
+    """How long the other ranks of a rank that failed may take to end."""
+    zygote: bool = True
+    """Import what the workers need here, and fork them; else they are new processes, which import it themselves."""
+    cluster: bool = False
+    """No launcher has started this agent. It counts attempts itself, checks the config, and its output and exit status
+    are those of the group's command."""
+    hosts: int = 1
+    """Number of hosts of the group."""
+    rendezvous: str = ""
+    """HOST:PORT of the group's first host, at which the agents of its hosts meet."""
+    args: tyro.conf.Suppress[list[str]] = field(default_factory=list)
+    env: tyro.conf.Suppress[dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.run_dir)
+
+    def say(self, text: str) -> None:
+        print(f"titan_ft: group {self.replica}: {text}", file=sys.stderr, flush=True)
+
+    def start_workers(self, starter: Starter, attempt: int, share: Share, meeting_point: MeetingPoint) -> WorkerGroup:
+        """Start the workers of an attempt on this host."""
+        logs = {rank: self.paths.logs(self.replica, attempt, rank) for rank in share.ranks}
+        if not self.cluster:
+            point_to(logs[share.first_rank].parent, self.paths.latest_logs(self.replica))
+        return WorkerGroup(
+            starter,
+            self.module,
+            self.args,
+            {**self.env, **attempt_env(attempt)},
+            share,
+            meeting_point,
+            attempt=attempt,
+            max_restarts=self.max_restarts,
+            logs=logs,
+            has_logs=not self.cluster,
+            title=f"titan-ft {self.replica}.",
+        )
+
+
+class Agent:
+    """Run one group until it finishes, may not be restarted any more, or a stop is asked for.
+
+    Args:
+        stop: counts the requests to stop.
+        starter: of the workers.
+        hosts: the other hosts of the group; None if there is none.
+    """
+
+    def __init__(self, spec: GroupSpec, stop: StopRequests, starter: Starter, hosts: Hosts | None = None) -> None:
+        self.spec = spec
+        self._stop = stop
+        self._starter = starter
+        self._hosts = hosts
+        self._suspects = SuspectPolicy.of(os.environ) if spec.cluster else SuspectPolicy()
+        self._policy = RestartPolicy(
+            spec.max_restarts, run_trains=lambda: has_trained(spec.paths), host_deaths=self._suspects.deaths
+        )
+        self._events = EventLog(spec.paths.supervisor_events(spec.replica, os.getpid()), replica=spec.replica)
+        self._group: GroupWorkers | None = None
+        # Only new events count: a finish of an earlier run in the folder must keep nobody away.
+        self._finishes = EventTail(spec.paths.events, TrainingFinished, pattern=spec.paths.workers_pattern())
+        self._finish_time: float | None = None
+        """Unix seconds at which the first group finished."""
+        self._attempt_events = self._follow(spec.attempt)
+        self._too_late = False
+        """Whether the others have finished while the group was coming back."""
+        self._deaths: dict[str, HostDeaths] = {}
+        """Deaths of workers, by host."""
+
+    def kill_workers(self) -> None:
+        """Kill the workers at once; for the end of a process that is orphaned."""
+        self._stop()
+        if self._group is not None:
+            self._group.kill()
+
+    def run(self) -> int:
+        """Return 0 when the group finished or was drained, 2, 3 or 4 as `restart_policy` names them, else 1.
+
+        Raises:
+            Exception: whatever this process cannot do (no file, no fork); the group's workers have ended with it.
+        """
+        try:
+            status = self._run_attempts()
+            if self._hosts is not None:
+                self._hosts.close(STOPPED if self._stop else status, self._describe_end(status))
+            return status
+        finally:
+            self._events.close()
+
+    def refuse(self, mistake: str) -> int:
+        """Give the group up for a mistake in its config that was found before any worker was started."""
+        error = f"ConfigError: {mistake}"
+        self._announce_give_up(self.spec.attempt, 0, GiveUp(CONFIG, "the configuration is wrong"), "", error)
+        self._events.close()
+        print(f"titan_ft: {mistake}", file=sys.stderr, flush=True)
+        return CONFIG_ERROR_CODE
+
+    def _run_attempts(self) -> int:
+        attempt = self.spec.attempt
+        restarted_because = self.spec.takeover
+        while not self._stop:
+            members = self._meet(attempt)
+            if members is None:
+                return 1
+            started = time.monotonic()
+            failure = self._run_attempt(attempt, restarted_because, members)
+            self._attempt_events.poll()
+            if self._too_late:
+                return 0
+            if failure is None and (self._stop or not self._was_sent_away()):
+                return 0
+            if self._stop:
+                return 1
+            decision = self._policy.decide(self._describe_attempt(failure, time.monotonic() - started))
+            status = exit_status(0 if failure is None else failure.code)
+            suspicion = "" if failure is None or isinstance(decision, GiveUp) else self._suspect(attempt, failure.host)
+            if suspicion:
+                decision, status = GiveUp(HOST, suspicion), HOST_SUSPECTED_CODE
+            if isinstance(decision, GiveUp):
+                if failure is None:
+                    return 0
+                self._give_up(attempt, failure, decision)
+                return status
+            self._pause(decision)
+            attempt += 1
+            restarted_because = SENT_AWAY if failure is None else failure.describe()
+        return 1
+
+    def _meet(self, attempt: int) -> Sequence[Member] | None:
+        """Wait for the agents of the group's other hosts; None if they do not come, or a stop was asked for."""
+        if self._hosts is None:
+            return []
+        members = self._hosts.wait_for_all(lambda: bool(self._stop))
+        if members is None and not self._stop:
+            why = f"the agents of its {self._hosts.num_hosts} hosts did not meet within {MEETING_SECONDS:.0f} s"
+            self._announce_give_up(attempt, None, GiveUp(NETWORK, why), "", why)
+            self.spec.say(why)
+        return members
+
+    def _run_attempt(self, attempt: int, restarted_because: str, members: Sequence[Member]) -> WorkerExit | None:
+        """Run the group once; return the first worker that failed, None when all ended well."""
+        self._attempt_events = self._follow(attempt)
+        if restarted_because:
+            self._events.emit(ReplicaRestarted(attempt=attempt, reason=restarted_because, standby=self._starter.forks))
+        group = self._group = self._start_group(attempt, members)
+        first: WorkerExit | None = None
+        announced: set[int] = set()
+        try:
+            exits = self._wait_for_end(group, came_back=restarted_because == SENT_AWAY)
+            if root_failure(exits):
+                group.settle(CAUSE_SECONDS)
+                exits = group.exits()
+            first = root_failure(exits)
+            self._attempt_events.poll()
+            # Before the others are ended, which may take the grace time: the event's time is that of the failure.
+            for exit in sorted(exits, key=lambda exit: exit is not first):
+                self._emit_exit(attempt, exit)
+                announced.add(exit.rank)
+            if self._stop and first is None and self.spec.drain_seconds > 0:
+                group.drain(self.spec.drain_seconds, self._stop.impatient)
+        finally:
+            # A rank cannot finish without the one that failed; after a drain, there was time enough.
+            sibling_failed = root_failure(group.exits()) is not None and not self._stop.impatient()
+            final = group.end(self.spec.grace_seconds if sibling_failed else 0.0)
+            self._group = None
+        self._attempt_events.drained |= any(exit.has_left for exit in final)
+        for exit in final:
+            if exit.rank not in announced:
+                cause = first.describe() if first else "the run was stopped"
+                self._emit_exit(attempt, exit, cause)
+        return first or root_failure(final)
+
+    def _start_group(self, attempt: int, members: Sequence[Member]) -> GroupWorkers:
+        spec = self.spec
+        store = AttemptStore(self._starter, spec.bind, members[0].line.own_address if members else "")
+        share = Share(spec.ranks, spec.ranks + sum(member.num_ranks for member in members), num_hosts=1 + len(members))
+        try:
+            local = spec.start_workers(self._starter, attempt, share, store.meeting_point)
+        except BaseException:
+            store.close()
+            raise
+        return GroupWorkers(attempt, share, store, local, self._hosts, members)
+
+    def _wait_for_end(self, group: GroupWorkers, came_back: bool) -> list[WorkerExit]:
+        """Wait until all finished, one failed, or the group is to end; return those that ended by themselves.
+
+        Args:
+            came_back: whether the others do not wait for the group, because it left in order.
+        """
+        looked = time.monotonic()
+        while True:
+            exits = group.exits()
+            if self._stop or len(exits) == group.num_ranks or any(exit.failed for exit in exits):
+                return exits
+            now = time.monotonic()
+            if now - looked > 1.0:
+                looked = now
+                retry_waiting()
+                self._attempt_events.poll()
+                came_back = came_back and not self._attempt_events.committed
+                if came_back and self._job_is_over(LATE_RETURN_SECONDS):
+                    self._too_late = True  # it would train everything anew, alone
+                    return exits
+            time.sleep(POLL_SECONDS)
+
+    def _describe_attempt(self, failure: WorkerExit | None, alive_seconds: float) -> AttemptEnd:
+        """Return how the attempt has ended, by the worker that was the cause."""
+        code, error = (0, None) if failure is None else (failure.code, failure.error)
+        told = self._attempt_events
+        disturbed = told.disturbed or self._events.is_stalled
+        return AttemptEnd(code, alive_seconds, told.committed, error, disturbed, told.step)
+
+    def _emit_exit(self, attempt: int, exit: WorkerExit, stopped_because: str = "") -> None:
+        disturbed, log = self._attempt_events.disturbed, self._log(attempt, exit.rank)
+        self._events.emit(exit.event(attempt, stopped_because, disturbed=disturbed, log=log))
+
+    def _log(self, attempt: int, rank: int) -> Path | None:
+        return None if self.spec.cluster else self.spec.paths.logs(self.spec.replica, attempt, rank)
+
+    def _follow(self, attempt: int) -> AttemptEvents:
+        paths = self.spec.paths
+        return AttemptEvents(paths.events, paths.workers_pattern(self.spec.replica, attempt))
+
+    def _was_sent_away(self) -> bool:
+        """Return whether somebody asked the workers to leave while others train on: then the group is to come back.
+
+        Whoever asks this process too wants the group to be gone. And no group comes back to a job that is over.
+
+        Where the last events are missing and there is no mark either, the group stays away: it may have finished. A
+        group that came back to a job that is over would train all of it again, alone.
+        """
+        told = self._attempt_events
+        if told.is_cut and not told.drained and not self._job_is_over():
+            self.spec.say("it is not started again: its last events could not be written, and it may have finished")
+        return told.drained and not self._job_is_over()
+
+    def _job_is_over(self, seconds: float = 0.0) -> bool:
+        """Return whether a group has finished since this process was started, at least so long ago."""
+        if self._finish_time is None:
+            self._finish_time = next((event.time for event in self._finishes.poll()), None)
+        if self._finish_time is None:
+            with contextlib.suppress(OSError):  # the mark that is there also where no event can be written
+                self._finish_time = os.lstat(self.spec.paths.finished).st_mtime
+        return self._finish_time is not None and self._finish_time <= time.time() - seconds
+
+    def _suspect(self, attempt: int, host: str) -> str:
+        """Return why a host is suspected, after it was announced; empty if it is not."""
+        if not self._suspects.deaths:
+            return ""
+        seconds = self._suspects.window_seconds
+        paths = self.spec.paths
+        if host not in self._deaths:
+            self._deaths[host] = HostDeaths(paths.events, paths.supervisors_pattern(), host, seconds)
+        deaths = self._deaths[host].count()
+        if deaths < self._suspects.deaths:
+            return ""
+        reason = f"{deaths} deaths of workers on host {host} within {seconds:g} s: the group is to go on elsewhere"
+        self._events.emit(HostLeft(attempt=attempt, host=host, deaths=deaths, reason=reason))
+        self._suspects.act(host, reason)
+        return reason
+
+    def _give_up(self, attempt: int, failure: WorkerExit, why: GiveUp) -> None:
+        log = self._log(attempt, failure.rank)
+        line = "" if failure.error is None or failure.is_early else failure.error.text
+        # The log of a rank that was killed just stops: its last line is no reason.
+        if not line and log is not None and failure.code != -signal.SIGKILL:
+            line = last_error_line(log)
+        reason = f"{failure.describe()}; {why.reason}"
+        where = "see its output" if log is None else f"see {log}"
+        if line:
+            where = line if log is None else f"{log}: {line}"
+        error = where if log is None else line
+        self._announce_give_up(attempt, failure.rank, GiveUp(why.cause, reason), "" if log is None else str(log), error)
+        self.spec.say(f"{reason}; {where}")
+
+    def _announce_give_up(self, attempt: int, rank: int | None, why: GiveUp, log: str, error: str) -> None:
+        self._events.emit(
+            ReplicaGaveUp(
+                attempt=attempt,
+                rank=rank,
+                cause=why.cause,
+                reason=why.reason,
+                log=log or NO_LOG,
+                error=error,
+            )
+        )
+
+    def _describe_end(self, status: int) -> str:
+        """Return why the agents of the other hosts end; empty if the group finished."""
+        if self._stop:
+            return f"it was stopped on host {node_name()}"
+        return f"it was given up; see the output of host {node_name()}" if status else ""
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._stop and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+
+def point_to(folder: Path, link: Path) -> None:
+    """Let a link lead to a folder beside it; without links, as on some file systems, there is none."""
+    new = link.with_name(f".{link.name}-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        new.unlink(missing_ok=True)
+        new.symlink_to(folder.name, target_is_directory=True)
+        new.replace(link)  # in one piece: there is no moment without it
+
+
+def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
+    """Return the worker whose end most likely caused the others', among those found ended at the same look.
+
+    A rank that was killed brings its peers down with a connection error before the next look, not the other way round.
+    Of ranks with exceptions the earliest one counts, as in torch elastic's `ChildFailedError`: later ones may follow.
+
+    A SIGABRT and an exit status without an exception (0 of an early end, too) may follow from a lost peer, for Gloo and
+    NCCL abort the process. So an exception that does not go by itself comes before them. A connection error comes after
+    them: it is what the peers of a rank end with that has aborted.
+    """
+    errors = [exit.error for exit in exits if exit.error is not None and not exit.is_early]
+    earliest = min(errors, key=lambda error: error.time, default=None)
+    is_explained = earliest is not None and not earliest.transient
+
+    def place(exit: WorkerExit) -> int:
+        if exit.code < 0 and exit.code != -signal.SIGABRT:
+            return 0
+        if exit.error is not None and not exit.is_early:
+            return 1 if is_explained else 2
+        if exit.is_early or kind_of_end(exit.code, None):
+            return 2 if is_explained else 1
+        return 3  # a rank that was told to end, and could not do so in order
+
+    def order(exit: WorkerExit) -> tuple[bool, int, float, int]:
+        when = exit.error.time if exit.error is not None else float("inf")
+        return exit.code != CONFIG_ERROR_CODE, place(exit), when, exit.rank
+
+    return min((exit for exit in exits if exit.failed), key=order, default=None)
+
+
+def main() -> int:
+    """Keep the group that the command line describes."""
+    protect_output()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would hide the ends of the workers
+    signums = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    # A signal that is ignored stays so: SIGHUP after nohup, SIGINT in a shell's background.
+    stop = StopRequests(*(signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN))
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    spec = tyro.cli(GroupSpec, args=arguments[:end], config=(tyro.conf.FlagCreatePairsOff,))
+    spec.args = arguments[end + 1 :]
+    main_process = _Main(spec, stop)
+    try:
+        return main_process.run_on_cluster() if spec.cluster else main_process.run_under_launcher()
+    except Exception:  # noqa: BLE001  # process edge: the launcher must know that the group was not given up
+        traceback.print_exc()
+        main_process.kill_workers()
+        return AGENT_CRASHED_CODE
+
+
+class _Main:
+    """The process of an agent."""
+
+    def __init__(self, spec: GroupSpec, stop: StopRequests) -> None:
+        self.spec = spec
+        self._stop = stop
+        self._mistake = ""
+        """A mistake in the config; empty if none was found."""
+        self._starter: Starter = PlainStarter()
+        self._agent: Agent | None = None
+        self._hosts: Hosts | None = None
+        self._follower: Follower | None = None
+
+    def kill_workers(self) -> None:
+        for owner in (self._agent, self._follower):
+            if owner is not None:
+                owner.kill_workers()
+
+    def run_under_launcher(self) -> int:
+        """Keep the group until it ends, or the launcher does."""
+        spec = self.spec
+        end_with_parent(self.kill_workers)
+        spec.env = worker_env(spec.replica, spec.ranks, spec.lighthouse)
+        self._choose_starter()
+        self._agent = Agent(spec, self._stop, self._starter)
+        return self._agent.run()
+
+    def run_on_cluster(self) -> int:
+        """Keep the group, or this host's part of it, until it ends."""
+        spec = self.spec
+        try:
+            metrics_place = _read_environment()
+        except ConfigError as error:
+            print(f"titan_ft: {error}", file=sys.stderr)
+            return CONFIG_ERROR_CODE
+        # The workers end by themselves after their drain_timeout_seconds: they are not killed in the middle of a save.
+        spec.drain_seconds += spec.grace_seconds
+        spec.zygote = spec.zygote and os.environ.get(ZYGOTE_ENV) != "0"
+        spec.env = usual_env()
+        if spec.lighthouse:
+            spec.env[LIGHTHOUSE_VARIABLE] = spec.lighthouse
+        self._choose_starter()
+        if self._mistake:
+            _count_on(spec)
+            return Agent(spec, self._stop, self._starter).refuse(self._mistake)
+        status = self._lead(metrics_place) if spec.hosts == 1 else self._lead_or_follow(metrics_place)
+        if self._stop.signum is not None:
+            print(f"titan_ft: this group was stopped by {self._stop.signum.name}", file=sys.stderr, flush=True)
+            return _status_of_stop(self._stop)
+        return status
+
+    def _choose_starter(self) -> None:
+        """Import what the workers need, if they are to be forks; where that is not possible they are new processes."""
+        spec = self.spec
+        if not spec.zygote or sys.platform != "linux":  # macOS's own libraries do not bear a fork
+            return
+        os.environ.update(usual_env())  # what is read when a library is loaded must be there before
+        self._stop.at_once = self._end_at_once
+        if spec.cluster:  # under a launcher, the zygote has checked it
+            try:
+                check(spec.module, spec.args)
+            except ConfigError as error:
+                self._mistake = str(error)
+                return
+        obstacle = preload(spec.module, spec.args)
+        self._stop.at_once = None
+        if obstacle:
+            spec.say(f"{obstacle}: its workers are new processes")
+        else:
+            self._starter = ForkStarter(self._private_descriptors)
+
+    def _end_at_once(self) -> None:
+        """End during the imports, which take seconds: there are no workers yet."""
+        if self.spec.cluster and self._stop.signum is not None:
+            os.write(2, f"titan_ft: this group was stopped by {self._stop.signum.name}\n".encode())
+            os._exit(_status_of_stop(self._stop))
+        os._exit(1)
+
+    def _private_descriptors(self) -> list[int]:
+        descriptors = [] if self._hosts is None else self._hosts.descriptors()
+        return descriptors if self._follower is None else [*descriptors, *self._follower.descriptors()]
+
+    def _lead_or_follow(self, metrics_place: str) -> int:
+        """Lead the group if its rendezvous is at this host, else follow the agent that does."""
+        spec = self.spec
+        token = os.environ.get(TOKEN_ENV, "")
+        self._follower = Follower(
+            self._stop,
+            token,
+            spec.replica,
+            spec.ranks,
+            partial(spec.start_workers, self._starter),
+            drain_seconds=spec.drain_seconds,
+            grace_seconds=spec.grace_seconds,
+            say=spec.say,
+        )
+        deadline = time.monotonic() + MEETING_SECONDS
+        while not self._stop and time.monotonic() < deadline:
+            listener = None
+            with contextlib.suppress(OSError):  # its name is not known yet
+                listener = claim(spec.rendezvous)
+            if listener is not None:
+                self._hosts = Hosts(listener, spec.hosts, token, spec.replica, spec.say)
+                return self._lead(metrics_place)
+            status = self._follower.follow(spec.rendezvous)
+            if status is not None:
+                return status
+            if self._follower.has_met:
+                deadline = time.monotonic() + MEETING_SECONDS
+            time.sleep(RETRY_SECONDS)
+        if not self._stop:
+            spec.say(f"no agent of this group was at {spec.rendezvous} for {MEETING_SECONDS:.0f} s")
+        return 1
+
+    def _lead(self, metrics_place: str) -> int:
+        spec = self.spec
+        _count_on(spec)
+        self._agent = Agent(spec, self._stop, self._starter, self._hosts)
+        metrics = None
+        if metrics_place:
+            arguments = [metrics_place, str(spec.run_dir), str(spec.replica)]
+            env = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
+            metrics = self._starter.start(METRICS, arguments, env, None, "titan-ft metric")
+        try:
+            return self._agent.run()
+        finally:
+            if metrics is not None:
+                metrics.kill()
+                metrics.wait()
+
+
+def _read_environment() -> str:
+    """Return where the group's figures are served; empty: nowhere.
+
+    Raises:
+        ConfigError: a variable is wrong.
+    """
+    from titan_ft.live.group_metrics import PORT_ENV
+    from titan_ft.live.metrics import split_address
+
+    SuspectPolicy.of(os.environ)
+    place = os.environ.get(PORT_ENV, "")
+    if place:
+        split_address(place)
+    return place
+
+
+def _count_on(spec: GroupSpec) -> None:
+    """Number the first attempt of a group that no launcher counts, and say why it is a restart.
+
+    A group that Slurm requeued, or that somebody started again, is a restart like any other. Two attempts with one
+    number would be taken for one.
+    """
+    known = spec.paths.next_attempt(spec.replica)
+    requeued = os.environ.get("SLURM_RESTART_COUNT", "")
+    num_requeued = int(requeued) if requeued.isdecimal() else 0
+    spec.attempt = max(known, num_requeued)
+    if spec.attempt > 0:
+        spec.takeover = "Slurm requeued it" if num_requeued else "started by hand"
+
+
+def _status_of_stop(stop: StopRequests) -> int:
+    """Return the exit status of a group's command that was stopped.
+
+    It is not 0 after SIGTERM, although the workers left in order: Kubernetes would take the group for finished.
+    """
+    return stop.status if stop.signum == signal.SIGINT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

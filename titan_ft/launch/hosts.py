@@ -1,0 +1,337 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The hosts of a group, as the agent of its first host knows them. That agent leads; the others follow (`follower`).
+
+Every agent of a group is started by the same command, with the address of a port on one of the group's hosts. The agent
+that can listen there leads. It alone judges ends and decides on restarts, so the hosts of a group cannot disagree. It
+serves the store at which the workers meet, and gives each follower its ranks.
+
+A group is restarted as a whole. If the connection to a follower breaks, its agent or its host is gone: the leader ends
+all other workers and waits for another agent. If the leader is gone, the followers end their workers and wait for
+another leader, which any agent at the same address becomes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from titan_ft.config import ConfigError
+from titan_ft.launch.line import GONE_SECONDS, End, Hello, Leave, Line, Over, Ping, Start, State
+from titan_ft.launch.worker_group import AttemptStore, Share, WorkerExit, WorkerGroup
+from titan_ft.run.address import ALL_HOSTS, split_address
+
+MEETING_SECONDS = 600.0
+"""Time for the hosts of a group to meet, as in torchrun's rendezvous: a queue may start them one by one."""
+_COLLECT_SECONDS = 15.0
+"""Time beyond the grace time for a follower to collect its workers; `WorkerGroup.end` takes 10 s at most."""
+_PARTING_SECONDS = 2.0
+_MAX_STRANGERS = 256  # connections at once that have not shown the token yet
+_POLL_SECONDS = 0.01
+_SIGKILL = -9
+
+
+def claim(address: str) -> socket.socket | None:
+    """Listen at a port if the address is one of this host, and no other agent listens there; else return None.
+
+    The socket listens at all addresses of this host: the name may stand for another interface on the other hosts.
+
+    Raises:
+        ConfigError: this user may not listen at that port.
+        OSError: the name is not known (yet).
+    """
+    host, port = split_address(address)
+    for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            with socket.create_server(target[:2], family=family):
+                pass
+            if target[0] in ("127.0.0.1", "::1"):
+                return socket.create_server(target[:2], family=family)
+            dual = socket.has_dualstack_ipv6()
+            everywhere = socket.AF_INET6 if dual else family
+            return socket.create_server((ALL_HOSTS[everywhere], port), family=everywhere, dualstack_ipv6=dual)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM):
+                raise ConfigError(
+                    f"--rendezvous must have a port at which this user may listen, got {address}; take one above 1023"
+                ) from error
+            if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                raise
+    return None
+
+
+@dataclass(eq=False)
+class Member:
+    """The agent of another host of the group, as the leader knows it."""
+
+    line: Line
+    host: str = ""
+    num_ranks: int = 0
+    """0 until it has said who it is."""
+    state: State | None = None
+    """The latest."""
+    lost_because: str = ""
+    """Why the connection is gone; empty while it stands."""
+    since: float = field(default_factory=time.monotonic)
+    """Monotonic seconds at which it connected."""
+
+    @property
+    def is_present(self) -> bool:
+        return self.num_ranks > 0 and not self.lost_because
+
+
+class Hosts:
+    """Accepts the agents of a group's other hosts, and exchanges messages with them.
+
+    Args:
+        listener: where they come.
+        num_hosts: number of hosts of the group, this one included.
+        token: the run's secret.
+        slot: of the group.
+        say: prints a line.
+    """
+
+    def __init__(
+        self, listener: socket.socket, num_hosts: int, token: str, slot: int, say: Callable[[str], None]
+    ) -> None:
+        self._listener = listener
+        self._listener.setblocking(False)
+        self.num_hosts = num_hosts
+        self._token = token
+        self._slot = slot
+        self._say = say
+        self._members: list[Member] = []
+        """In the order in which they came."""
+        self._has_refused = False
+        """Whether it was said that an agent was refused; a stranger who knocks without end must not fill the output."""
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that no fork of this process may keep."""
+        lines = [member.line.descriptor for member in self._members if not member.lost_because]
+        return [self._listener.fileno(), *lines]
+
+    def wait_for_all(self, is_stopped: Callable[[], bool]) -> list[Member] | None:
+        """Return the other hosts once all are there; None if the group is stopped, or after `MEETING_SECONDS`.
+
+        The latest ones count: the connection of a host that vanished may still stand when that host is back.
+        """
+        wanted = self.num_hosts - 1
+        deadline = time.monotonic() + MEETING_SECONDS
+        remind_at = time.monotonic() + GONE_SECONDS
+        while not is_stopped() and time.monotonic() < deadline:
+            self.poll()
+            present = [member for member in self._members if member.is_present]
+            if len(present) >= wanted:
+                return sorted(present[-wanted:], key=lambda member: member.host)
+            if time.monotonic() >= remind_at:
+                remind_at += 60.0
+                self._say(f"waits for the agents of {wanted - len(present)} of its {self.num_hosts} hosts")
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def poll(self) -> None:
+        """Accept agents, take their messages, notice those that are gone. Does not block."""
+        self._accept()
+        for member in self._members:
+            if not member.lost_because:
+                self._read(member)
+        self._drop_strangers()
+        self._members = [member for member in self._members if not member.lost_because]
+
+    def close(self, status: int, reason: str) -> None:
+        """Let all followers end with this status, and wait for that, because a scheduler ends a job with one task."""
+        for member in self._members:
+            member.line.send(Over(status, reason))
+        deadline = time.monotonic() + _PARTING_SECONDS
+        while any(member.is_present for member in self._members) and time.monotonic() < deadline:
+            self.poll()
+            time.sleep(_POLL_SECONDS)
+        self._listener.close()
+        for member in self._members:
+            member.line.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # nobody comes, has gone again, or there are too many open files
+            while True:
+                connection, _ = self._listener.accept()
+                self._members.append(Member(Line(connection, self._token, self._slot, leads=True)))
+
+    def _drop_strangers(self) -> None:
+        """Drop connections that have not shown the token: they would use up this process's open files."""
+        strangers = [member for member in self._members if not (member.num_ranks or member.lost_because)]
+        too_many = strangers[:-_MAX_STRANGERS]
+        for member in strangers:
+            if member in too_many or time.monotonic() - member.since > GONE_SECONDS:
+                member.lost_because = "it has not shown the run's token"
+                member.line.close()
+
+    def _read(self, member: Member) -> None:
+        try:
+            for message in member.line.poll():
+                if isinstance(message, Hello):
+                    member.host, member.num_ranks = message.host, message.num_ranks
+                elif isinstance(message, State):
+                    member.state = message
+        except ConnectionError as error:
+            member.lost_because = str(error)
+            member.line.close()
+            if member.num_ranks:
+                self._say(f"the agent of host {member.host} is gone: {error}")
+            elif not self._has_refused:
+                self._has_refused = True
+                self._say(f"an agent was refused: {error}")
+
+
+class _RemoteWorkers:
+    """The workers of one attempt on another host."""
+
+    def __init__(self, member: Member, start: Start) -> None:
+        self.member = member
+        self._start = start
+        self._ranks = range(start.first_rank, start.first_rank + member.num_ranks)
+        member.line.send(start)
+
+    @property
+    def _state(self) -> State | None:
+        """The latest state of this attempt; None before it is known."""
+        state = self.member.state
+        return state if state is not None and state.attempt == self._start.attempt else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all were collected, or are lost."""
+        return bool(self.member.lost_because) or (self._state is not None and self._state.is_collected)
+
+    def has_answered(self, number: int) -> bool:
+        state = self._state
+        return bool(self.member.lost_because) or (state is not None and state.answered >= number)
+
+    def raised(self) -> list[int]:
+        state = self._state
+        return [] if state is None or self.member.lost_because else state.raised
+
+    def exits(self) -> list[WorkerExit]:
+        """List the workers that ended. All of a lost host have: its agent takes them along."""
+        state = self._state
+        exits = [] if state is None else list(state.exits)
+        if self.member.lost_because:
+            pids = {} if state is None else state.pids
+            seen = {exit.rank for exit in exits}
+            for rank in self._ranks:
+                if rank not in seen:
+                    pid = pids.get(rank, 0)
+                    exits.append(WorkerExit(rank, pid, _SIGKILL, host=self.member.host, is_lost=True))
+        return exits
+
+
+class GroupWorkers:
+    """The workers of one attempt of a group, on all of its hosts.
+
+    Args:
+        share: the ranks of this host.
+        store: is closed with the group.
+        local: the workers of this host.
+        hosts: takes the messages of the others; None if there are none.
+        members: the agents of the others.
+    """
+
+    def __init__(
+        self,
+        attempt: int,
+        share: Share,
+        store: AttemptStore,
+        local: WorkerGroup,
+        hosts: Hosts | None,
+        members: Sequence[Member],
+    ) -> None:
+        self.num_ranks = share.world_size
+        self._store = store
+        self._local = local
+        self._hosts = hosts
+        self._remote: list[_RemoteWorkers] = []
+        self._num_pings = 0
+        point = store.meeting_point
+        first_rank = share.num_ranks
+        for number, member in enumerate(members, start=1):
+            start = Start(attempt, number, share.num_hosts, first_rank, share.world_size, point.host, point.port)
+            self._remote.append(_RemoteWorkers(member, start))
+            first_rank += member.num_ranks
+
+    def exits(self) -> list[WorkerExit]:
+        """List the workers that ended; those of other hosts as far as it is known here.
+
+        They are not collected: until `end` their process groups keep their ids.
+        """
+        self._poll()
+        exits = self._local.exits()
+        for workers in self._remote:
+            exits += workers.exits()
+        return sorted(exits, key=lambda exit: exit.rank)
+
+    def settle(self, seconds: float) -> None:
+        """Wait until ranks that raised an exception have ended, and until each other host has shown that it is there.
+
+        On a busy host a rank that lost its peer may be gone before that peer, whose exception is the cause, is. And the
+        ranks of a host that vanished bring the others down before the kernel gives up the connection. Without the wait
+        for the hosts, a survivor's connection error would be announced as the cause. That wait costs nothing: the group
+        cannot be started again before the host is known to be gone.
+        """
+        self._num_pings += 1
+        for workers in self._remote:
+            workers.member.line.send(Ping(self._num_pings))
+        deadline = time.monotonic() + seconds
+        last_deadline = deadline + GONE_SECONDS
+        while time.monotonic() < last_deadline:
+            self._poll()
+            has_raised = bool(self._local.raised()) or any(workers.raised() for workers in self._remote)
+            have_answered = all(workers.has_answered(self._num_pings) for workers in self._remote)
+            if have_answered and (not has_raised or time.monotonic() >= deadline):
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def drain(self, seconds: float, impatient: Callable[[], bool]) -> None:
+        """Ask all workers to finish their step and leave (SIGTERM), and wait `seconds` for it.
+
+        Returns early when one of them failed, since the others cannot finish without it, or when `impatient` says so.
+        """
+        for workers in self._remote:
+            workers.member.line.send(Leave())
+        self._local.ask_to_leave()
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not impatient():
+            exits = self.exits()
+            if len(exits) == self.num_ranks or any(exit.failed for exit in exits):
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def end(self, grace_seconds: float) -> list[WorkerExit]:
+        """End what still runs, collect all, and return how each ended.
+
+        Workers get SIGTERM, and SIGKILL after `grace_seconds`; with 0 they get SIGKILL at once.
+        """
+        for workers in self._remote:
+            workers.member.line.send(End(grace_seconds))
+        self._local.end(grace_seconds)
+        deadline = time.monotonic() + grace_seconds + _COLLECT_SECONDS
+        while not all(workers.is_over for workers in self._remote) and time.monotonic() < deadline:
+            self._poll()
+            time.sleep(_POLL_SECONDS)
+        for workers in self._remote:
+            if not workers.is_over:  # its agent is stopped (SIGSTOP), or a worker cannot be killed: done without
+                workers.member.lost_because = "it does not end its workers"
+                workers.member.line.close()
+        exits = self.exits()
+        self._store.close()
+        return exits
+
+    def kill(self) -> None:
+        """Kill the workers of this host; those of the others end when this agent's connections close."""
+        self._local.kill()
+
+    def _poll(self) -> None:
+        if self._hosts is not None:
+            self._hosts.poll()

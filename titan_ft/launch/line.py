@@ -1,0 +1,216 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The connection between the agents of two hosts of one group.
+
+Each message is a line of JSON with a MAC of the run's token. The MAC covers the nonces of both ends, the direction and
+the number of the message. So nobody without the token can send, repeat, drop or reorder messages, and nothing from the
+network is unpickled, as torchrun's rendezvous does.
+
+An agent has no threads, because it forks its workers. So nothing here blocks: `poll` takes what is there.
+
+The kernel notices the end of the other side: an agent that dies closes its connections, and a host that vanishes
+answers no keep-alive (`GONE_SECONDS`). Messages of this module's own would mistake an agent that waits for a file
+server for one that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+from typing import TypeAlias
+
+import msgspec
+
+from titan_ft.launch.worker_group import WorkerExit
+
+GONE_SECONDS = 10
+"""A host that answers nothing for so long is gone."""
+_MAX_LINE_BYTES = 2**20  # far more than the ends of all ranks of a host; what a stranger may send at most
+_NONCE_BYTES = 16
+_KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4))  # seconds, seconds, probes
+_NO_AGENT = "the other end is no agent"
+_LEADER, _FOLLOWER = b"leader", b"follower"
+
+
+class Hello(msgspec.Struct, tag=True):
+    """From a follower, first: which host, and how many ranks run there."""
+
+    host: str
+    num_ranks: int
+
+
+class Start(msgspec.Struct, tag=True):
+    """To a follower: start the workers of an attempt."""
+
+    attempt: int
+    host: int
+    num_hosts: int
+    first_rank: int
+    world_size: int
+    store_host: str
+    store_port: int
+
+
+class Leave(msgspec.Struct, tag=True):
+    """To a follower: ask its workers to leave in order."""
+
+
+class End(msgspec.Struct, tag=True):
+    """To a follower: end its workers, at once if there is no time to end by themselves."""
+
+    grace_seconds: float
+
+
+class Ping(msgspec.Struct, tag=True):
+    """To a follower: answer, if its host is there."""
+
+    number: int
+
+
+class Over(msgspec.Struct, tag=True):
+    """To a follower: the group is not started again; end with this exit status."""
+
+    status: int
+    reason: str
+
+
+class State(msgspec.Struct, tag=True):
+    """From a follower, when something has changed: its workers' processes and ends."""
+
+    attempt: int
+    pids: dict[int, int]
+    exits: list[WorkerExit]
+    raised: list[int]
+    is_collected: bool
+    """Whether all workers were ended and collected."""
+    answered: int
+    """Number of the last `Ping`."""
+
+
+Message: TypeAlias = Hello | Start | Leave | End | Ping | Over | State
+_decoder = msgspec.json.Decoder(Message)
+
+
+class Line:
+    """One end of a connection; used by one thread.
+
+    Args:
+        connection: is closed with the line.
+        token: the run's secret.
+        slot: of the group; agents of different groups do not understand each other.
+        leads: whether this end is the leader's.
+    """
+
+    def __init__(self, connection: socket.socket, token: str, slot: int, *, leads: bool) -> None:
+        self._socket = connection
+        self._token = token.encode()
+        self._slot = b"%d" % slot
+        self._own_role, self._other_role = (_LEADER, _FOLLOWER) if leads else (_FOLLOWER, _LEADER)
+        self._nonce = secrets.token_hex(_NONCE_BYTES).encode()
+        self._other_nonce = b""
+        self._num_sent = self._num_received = 0
+        self._outgoing = self._nonce + b"\n"
+        self._waiting: list[Message] = []
+        """Messages that wait for the other end's nonce."""
+        self._incoming = b""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _notice_a_vanished_host(connection)
+
+    @property
+    def descriptor(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def own_address(self) -> str:
+        """Numeric address of this host at which the other end's host reaches it."""
+        return str(self._socket.getsockname()[0]).removeprefix("::ffff:").partition("%")[0]
+
+    def send(self, message: Message) -> None:
+        """Send a message, at the latest with the next `poll`."""
+        self._waiting.append(message)
+        with contextlib.suppress(ConnectionError):  # the next `poll` raises it
+            self._flush()
+
+    def poll(self) -> list[Message]:
+        """Return the messages that have come.
+
+        Raises:
+            ConnectionError: the other end closed the connection, its host is gone, or it does not know the token.
+        """
+        self._flush()
+        is_closed = False
+        while len(self._incoming) <= _MAX_LINE_BYTES:
+            try:
+                block = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except OSError as error:  # a timeout of keep-alive is a TimeoutError
+                raise ConnectionError(str(error)) from error
+            if not block:
+                is_closed = True
+                break
+            self._incoming += block
+        messages = self._take_messages()
+        if is_closed and not messages:
+            raise ConnectionError("the other end has closed the connection")
+        self._flush()
+        return messages
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _take_messages(self) -> list[Message]:
+        messages = []
+        while b"\n" in self._incoming:
+            line, _, self._incoming = self._incoming.partition(b"\n")
+            if not self._other_nonce:
+                if len(line) != len(self._nonce):
+                    raise ConnectionError(_NO_AGENT)
+                self._other_nonce = line
+                continue
+            mac, _, text = line.partition(b" ")
+            expected = self._mac(self._other_role, self._num_received, text)
+            if not hmac.compare_digest(expected, mac):
+                raise ConnectionError("the other end does not know this run's token, or is of another group")
+            self._num_received += 1
+            try:
+                messages.append(_decoder.decode(text))
+            except ValueError as error:
+                raise ConnectionError(f"the other end has another version of titan-ft ({error})") from error
+        if len(self._incoming) > _MAX_LINE_BYTES:
+            raise ConnectionError(_NO_AGENT)
+        return messages
+
+    def _flush(self) -> None:
+        if self._other_nonce:
+            for message in self._waiting:
+                text = msgspec.json.encode(message)
+                self._outgoing += self._mac(self._own_role, self._num_sent, text) + b" " + text + b"\n"
+                self._num_sent += 1
+            self._waiting = []
+        try:
+            while self._outgoing:
+                sent = self._socket.send(self._outgoing)
+                self._outgoing = self._outgoing[sent:]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ConnectionError(str(error)) from error
+
+    def _mac(self, role: bytes, number: int, text: bytes) -> bytes:
+        own, other = self._nonce, self._other_nonce
+        leader_nonce, follower_nonce = (own, other) if self._own_role == _LEADER else (other, own)
+        covered = b":".join((self._slot, role, leader_nonce, follower_nonce, b"%d" % number, text))
+        return hmac.new(self._token, covered, hashlib.sha256).hexdigest().encode()
+
+
+def _notice_a_vanished_host(connection: socket.socket) -> None:
+    """Let the kernel break the connection when the other host answers nothing for `GONE_SECONDS`."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (*_KEEPALIVE, ("TCP_USER_TIMEOUT", GONE_SECONDS * 1000)):
+        if hasattr(socket, name):  # macOS has other ones
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
