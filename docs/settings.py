@@ -20,7 +20,7 @@ six settings of the first table only. A wrong value is refused with one line tha
 
 torchtitan's own table has 13 of these fields: `enable`, `group_size`, `min_replica_size`, `process_group`,
 `process_group_timeout_ms`, `replica_id`, `semi_sync_method` and six more for semi-synchronous training. They keep name,
-default and meaning.
+default and meaning. A setting of an earlier version that is gone is refused by its name, with what holds instead.
 
 This page is printed from `titan_ft/config.py`.
 """

@@ -38,7 +38,10 @@ REMOVED = {
     "bind_address": ("a donor serves its state at advertise_address", "set advertise_address"),
     "connect_timeout_seconds": ("it is always 10 s", "remove it"),
     "events_folder": ("it is always events, below job.dump_folder", "remove it"),
-    "heartbeat_interval_ms": ("it is always a tenth of heartbeat_timeout_ms", "remove it, or set heartbeat_timeout_ms"),
+    "heartbeat_interval_ms": (
+        "it is always a tenth of heartbeat_timeout_ms",
+        "remove it, or set heartbeat_timeout_ms",
+    ),
     "max_exchange_retries": ("it is always 10", "remove it"),
     "outer_nesterov": ("the momentum is always Nesterov's", "remove it, or set outer_momentum"),
     "quorum_tick_ms": ("it is always 20 ms", "remove it"),
@@ -67,7 +70,8 @@ def removed(field: str, value: object) -> str:
         field: as it is written, in the TOML or as a flag.
     """
     instead, remedy = REMOVED[field.rpartition(".")[2]]
-    return f"{field} is no setting any more ({instead}) and must be left out, got {value!r}; {remedy}"
+    rule = f"is no setting any more ({instead}) and must be left out"
+    return f"{field} {rule}, got {value!r}; {remedy}"
 
 
 def check_folder(name: str, folder: Path, what: str = "a run") -> None:
@@ -106,16 +110,20 @@ class FaultTolerance:
     than waiting."""
 
     process_group: str = "gloo"
-    """Backend of the exchange between groups: "gloo" (CPU or GPU) or "nccl" (GPU)."""
+    """Backend of the exchange between groups: "gloo" (CPU or GPU) or "nccl" (GPU). Set "nccl" if
+    each rank has a GPU of its own: the gradients then travel from GPU to GPU, and not through the
+    host's memory."""
 
     batch_policy: str = "shrink"
     """What happens to the data of absent groups. With "shrink" it waits for them, and the global
     batch is smaller meanwhile. With "constant" the present groups read it too, in extra
-    microbatches: the global batch holds, and a step takes longer."""
+    microbatches: the global batch holds, and a step takes longer. Set that if the optimizer's
+    settings need a batch of constant size."""
 
     lr_policy: str = "none"
     """How the LR of an update follows the share of the global batch in that update: "none", "sqrt"
-    (LR times the square root of the share, as FT-HSDP does) or "linear". With batch_policy =
+    (LR times the square root of the share, as FT-HSDP does) or "linear". Set one if groups are
+    absent for so long that a smaller batch with the full LR would harm. With batch_policy =
     "constant" the share is nearly always 1."""
 
     # The exchange of gradients.
@@ -136,7 +144,8 @@ class FaultTolerance:
 
     bucket_size_mb: float = 25.0
     """Mebibytes of gradients that one all-reduce between groups carries; > 0. A larger single
-    gradient gets a bucket of its own."""
+    gradient gets a bucket of its own. Raise it if the groups are far apart, because each all-reduce
+    costs round trips; lower it if backward is short, so that the first bucket leaves earlier."""
 
     digest_every: int = 50
     """Steps between two comparisons of parameters, optimizer state and LR across the groups. Lower
@@ -149,18 +158,20 @@ class FaultTolerance:
 
     replica_id: int = 0
     """Slot of the replica group that this process belongs to: 0 <= replica_id < group_size. The
-    slot names the group's part of the data. `titan-ft launch` and `titan-ft group` set it."""
+    slot names the group's part of the data. `titan-ft launch` and `titan-ft group` set it; set it
+    yourself if you start groups by torchrun."""
 
     job_id: str = ""
     """Name of the job, without spaces and slashes. Of two jobs that meet at one lighthouse the
     later one ends, and the earlier one ignores it. A job continues from its latest save, even with
     `checkpoint.load_step`; under another name it begins at `load_step` again. `titan-ft launch`
-    gives each run a name of its own; a Slurm array has one."""
+    gives each run a name of its own; a Slurm array has one. Set it if you start groups
+    otherwise."""
 
     lighthouse: str = ""
     """Address of the lighthouse: http://HOST:PORT, or file:PATH with the absolute path of the file
     that a lighthouse with --announce writes, so that the lighthouse may move. Empty takes the
-    environment variable TORCHFT_LIGHTHOUSE."""
+    environment variable TORCHFT_LIGHTHOUSE. Set one of the two if groups run on several hosts."""
 
     start_timeout_seconds: float = 300.0
     """Seconds that the first step waits for `group_size` groups before it continues with the
@@ -170,7 +181,8 @@ class FaultTolerance:
 
     finish_timeout_seconds: float = 60.0
     """Seconds that groups which finished the last step wait for a missing group before they leave;
-    > 0. They wait longer for a group that heartbeats."""
+    > 0. They wait longer for a group that heartbeats. Raise it if a group needs longer to start
+    again and must have the final state."""
 
     advertise_address: str = ""
     """Numeric address at which other groups reach this one. Set it to an address of the fast fabric
@@ -191,8 +203,8 @@ class FaultTolerance:
     When the queue is full, the joiner fetches a newer state if that is likely to arrive in time,
     once in a heal; otherwise the others wait for the transfer to end. 0 takes half of what the
     host, or its cgroup, has free when the heal begins, divided among the ranks on the host, and
-    what fits on the GPU besides. Set `TITAN_FT_RANKS_ON_HOST` if you start several groups on one
-    host by hand."""
+    what fits on the GPU besides. Set a number if other programs need the host's memory as well. Set
+    `TITAN_FT_RANKS_ON_HOST` if you start several groups on one host by hand."""
 
     catch_up_max_steps: int = 0
     """Most updates that a group queues, whatever their size. 0 leaves the limit to
@@ -265,7 +277,8 @@ class FaultTolerance:
 
     sync_steps: int = 5
     """Steps of each group from one exchange of a parameter to the next ("H" of DiLoCo); >= 1, and a
-    multiple of the number of fragments. Only used with `semi_sync_method`."""
+    multiple of the number of fragments. Raise it to exchange less; the loss suffers if it is too
+    large. Only used with `semi_sync_method`."""
 
     sync_deadline_seconds: float = 0.0
     """Seconds of its own steps after which a group asks for the exchange, even if steps of the
@@ -278,34 +291,37 @@ class FaultTolerance:
     to 0.8 best, depending on the number of groups. Only used with `semi_sync_method = "diloco"`."""
 
     outer_momentum: float = 0.9
-    """Momentum of the outer optimizer; 0 <= outer_momentum < 1. 0 keeps none, and saves its memory.
-    Only used with `semi_sync_method = "diloco"`."""
+    """Momentum of the outer optimizer, which is Nesterov's; 0 <= outer_momentum < 1. Lower it for
+    short rounds. 0 keeps none, and saves its memory. Only used with `semi_sync_method =
+    "diloco"`."""
 
     should_quantize: bool = False
     """Send changes in 8 bits. Each block of 256 has a scale of its own, and the rounding error of a
     group's change is added to its next change. Every group gets what every other one sends: each of
-    G groups sends G/8 of the bytes that it sends in fp32, so this saves with fewer than 8 groups.
+    G groups sends G/8 of the bytes that it sends in fp32, so set it for fewer than 8 groups.
     Only used with `semi_sync_method = "diloco"`."""
 
     num_fragments: int = 1
     """Number of fragments that the model is cut into, by whole blocks and about equal bytes ("P" of
     Streaming DiLoCo); >= 1. One fragment is exchanged every sync_steps / num_fragments steps, in
-    turn. Only used with `semi_sync_method = "diloco"`."""
+    turn. Raise it to lower the peak of the traffic. Only used with `semi_sync_method =
+    "diloco"`."""
 
     module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list)
     """Fully qualified names of the modules of each fragment, as [["tok_embeddings", "layers.0"],
-    ["layers.1", ...]]; each trained parameter belongs to one. Empty lets `num_fragments` decide.
-    Only used with `semi_sync_method = "diloco"`."""
+    ["layers.1", ...]]; each trained parameter belongs to one. Empty lets `num_fragments` decide; set
+    it if the cuts have to be elsewhere. Only used with `semi_sync_method = "diloco"`."""
 
     fragment_sync_delay: int = 0
     """Steps that a group makes between the start of a fragment's exchange and the use of its result
     ("tau" of Streaming DiLoCo); 0 <= fragment_sync_delay < sync_steps / number of fragments. 0
-    waits for the result. Only used with `semi_sync_method = "diloco"`."""
+    waits for the result. Raise it until training does not wait for the network. Only used with
+    `semi_sync_method = "diloco"`."""
 
     fragment_update_alpha: float = 0.0
     """Share of a group's own parameters after an exchange ("alpha" of Streaming DiLoCo); the rest
-    is the global ones; 0 <= fragment_update_alpha < 1. Only used with `semi_sync_method =
-    "diloco"`."""
+    is the global ones; 0 <= fragment_update_alpha < 1. Raise it if the loss jumps after an
+    exchange. Only used with `semi_sync_method = "diloco"`."""
 
 
 @dataclass
