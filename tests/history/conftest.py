@@ -22,7 +22,7 @@ START = 1_700_000_000.0
 
 
 class SyntheticRun:
-    """Write the history of a job of some groups of two ranks; a step takes a second, and every second step a digest.
+    """Write the history of a job of some groups of two ranks; a step takes a second. See `digest_every`.
 
     Attributes:
         events: so far, in order of time.
@@ -105,7 +105,7 @@ class SyntheticRun:
         parent, text = self.state, f"{self.state}/{groups}/{self.step_number}"
         self.state = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
         loss = sum(self.own_loss(group) for group in groups) / len(groups)
-        digests = self.step_number % 2 == 0
+        digests = self.step_number % self.config["digest_every"] == 0
         for group in sorted({*groups, *excluded}) if by is None else by:
             if excluded:
                 self.of("gradient_excluded", group, step=self.step_number, slots=sorted(excluded))

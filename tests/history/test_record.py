@@ -129,7 +129,7 @@ def test_command_reads_each_file_once(
             opened[str(arguments[0])] += 1
 
     calls: Counter[str] = Counter()
-    for name in ("read_history", "read_states", "final_states", "read_attempts", "read_faults"):
+    for name in ("read_reduced", "read_states", "final_states", "read_attempts", "read_faults"):
         count_calls(monkeypatch, record, name, calls)
     count_calls(monkeypatch, timelines.GroupFold, "run", calls)
     _watch(note)
@@ -143,7 +143,7 @@ def test_command_reads_each_file_once(
     assert opened == dict.fromkeys(map(str, (run_dir / "events").glob("*.jsonl")), 1)
     assert calls.pop("run", 3) == 3  # once for each group
     assert set(calls.values()) == {1}, calls
-    assert calls.keys() >= {"read_history", "read_states", "final_states"}
+    assert calls.keys() >= {"read_reduced", "read_states", "final_states"}
 
 
 _WATCHER: list[Callable[[str, tuple[Any, ...]], None] | None] = []

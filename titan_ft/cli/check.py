@@ -24,7 +24,7 @@ def run(command: Check, worker_args: Sequence[str]) -> int:
     if command.against is not None:
         check_folder("--against", command.against)
     try:
-        record = read_record(command.run_dir)
+        record = read_record(command.run_dir, whole=command.reread)
         against = None if command.against is None else read_record(command.against)
     except ConfigError:
         raise

@@ -11,7 +11,7 @@ from titan_ft.history.record import RunRecord
 from titan_ft.run.paths import RunPaths
 
 
-def read_record(run_dir: Path) -> RunRecord:
+def read_record(run_dir: Path, *, whole: bool = False) -> RunRecord:
     """Read the events of a run.
 
     Raises:
@@ -19,7 +19,7 @@ def read_record(run_dir: Path) -> RunRecord:
         ValueError: one of the files is damaged; says which line, and what to do.
     """
     try:
-        record = RunRecord.read(RunPaths(run_dir).events)
+        record = RunRecord.read(RunPaths(run_dir).events, whole=whole)
     except OSError as error:
         what = "a file of events" if str(error.filename).endswith(".jsonl") else "a folder with events"
         raise ValueError(f"{error.filename} must be {what}, got {error.strerror}; mend or remove it") from error

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -291,21 +291,45 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
     splits = find_splits(record)
     is_cut_anew = len({splits[lineage] for lineage in on_chain & splits.keys()}) > 1
     split = next((splits[state.lineage] for state in chain if state.lineage in splits), Split(1, 1))
-    uses: dict[tuple[int, int], list[_Use]] = defaultdict(list)
     for state in chain:
-        _compare_readings(state, found)
-        split = splits.get(state.lineage, split)
-        for slot, (first, count) in state.batches.items():
-            if count > 0:
-                # What follows a reset does not compare with what was before it.
-                span = bisect_right(resets, state.time)
-                for shard in split.shards(slot) if is_cut_anew else (slot,):
-                    uses[shard, span].append(_Use(first, count, state.step, slot))
+        if state.lineage not in record.usual:
+            _compare_readings(state, found)
+
+    def uses() -> Iterator[tuple[tuple[int, int], int, int, State, int]]:
+        """Yield shard and span, first batch, number of batches, state and slot of all that was trained."""
+        cut = split
+        for state in chain:
+            cut = splits.get(state.lineage, cut)
+            # What follows a reset does not compare with what was before it.
+            span = bisect_right(resets, state.time)
+            for slot, (first, count) in state.batches.items():
+                if count > 0:
+                    for shard in cut.shards(slot) if is_cut_anew else (slot,):
+                        yield (shard, span), first, count, state, slot
+
     if is_cut_anew:
-        found.notes.append(f"the same {split.of} shards were cut into other slots at a resume: batches count by shard")
-    for (shard, span), shard_uses in sorted(uses.items()):
-        start = 0 if whole and span == 0 else min(shard_uses).first
-        _count_uses(f"shard {shard} of {split.of}" if is_cut_anew else "", shard_uses, start, found)
+        of = next((splits[state.lineage] for state in reversed(chain) if state.lineage in splits), split).of
+        found.notes.append(f"the same {of} shards were cut into other slots at a resume: batches count by shard")
+    # Of a long run nearly all shards are trained from batch to batch: these are only counted.
+    begins: dict[tuple[int, int], int] = {}
+    ends: dict[tuple[int, int], int] = {}
+    odd: dict[tuple[int, int], list[_Use]] = {}
+    for key, first, count, _, _ in uses():
+        begin = begins.setdefault(key, 0 if whole and key[1] == 0 else first)
+        if first != ends.get(key, begin):
+            odd[key] = []
+        ends[key] = first + count
+    if odd:
+        for key, first, count, state, slot in uses():
+            if key in odd:
+                odd[key].append(_Use(first, count, state.step, slot))
+    for key in sorted(begins):
+        shard, span = key
+        if key not in odd:
+            found.num_batches += ends[key] - begins[key]
+            continue
+        start = 0 if whole and span == 0 else min(odd[key]).first
+        _count_uses(f"shard {shard} of {of}" if is_cut_anew else "", odd[key], start, found)
     return found
 
 

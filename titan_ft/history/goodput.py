@@ -17,6 +17,7 @@ from titan_ft.history.incidents import find_failures
 from titan_ft.history.intervals import STATES
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.timeline import timeline
+from titan_ft.history.usual_steps import UsualSteps
 from titan_ft.run.events import ExchangeFailed, StepCommitted, Waiting
 
 
@@ -87,8 +88,11 @@ def goodput(record: RunRecord) -> Goodput:
     result.effective_training_time, result.effective_training_time_in_training = effective_training_time(record)
     result.exchanges_attempted, result.exchanges_committed = count_exchanges(record)
     begun = _steps_begun(record)
-    result.steps_begun, result.steps_committed = len(begun), sum(not why for _, why in begun)
-    result.forward_passes = sum(passes for passes, _ in begun)
+    usual = [event for event in record.of(UsualSteps) if event.rank == 0]
+    num_usual = sum(event.num_steps for event in usual)
+    result.steps_begun = len(begun) + num_usual
+    result.steps_committed = sum(not why for _, why in begun) + num_usual
+    result.forward_passes = sum(passes for passes, _ in begun) + sum(event.forward_passes for event in usual)
     for passes, why in begun:
         if why and passes:
             result.wasted[why] = result.wasted.get(why, 0) + passes
@@ -157,7 +161,7 @@ def count_exchanges(record: RunRecord) -> tuple[int, int]:
     groups counts), those of steps that nobody committed and of states that were thrown away included. Rounds in which
     groups only waited for others, below `min_replica_size`, count as one.
     """
-    made: dict[tuple[int, str], int] = {}
+    made: dict[tuple[int, str], int] = {(event.step, event.lineage): 1 for event in record.firsts}
     failed: dict[tuple[int, int], int] = defaultdict(int)  # replica, step -> since its last commit of that step
     waited: set[tuple[int, int]] = set()
     broken: dict[int, int] = {}  # step -> exchanges that groups made for it which did not commit it
@@ -190,9 +194,11 @@ def count_wire_bytes(record: RunRecord) -> tuple[int | None, float | None]:
     The steps within a round count by themselves. What a group sent behind its last commit is not known.
     """
     known = [event for event in record.of(StepCommitted) if event.wire_bytes is not None]
-    sent = sum(event.wire_bytes or 0 for event in known)
+    usual = [event for event in record.of(UsualSteps) if event.wire_bytes is not None]
+    sent = sum(event.wire_bytes or 0 for event in known) + sum(event.wire_bytes or 0 for event in usual)
     steps = sum(event.inner_steps or 0 for event in known if event.rank == 0)
-    return (sent if known else None), (sent / steps if steps else None)
+    steps += sum(event.num_steps for event in usual if event.rank == 0)
+    return (sent if known or usual else None), (sent / steps if steps else None)
 
 
 def _steps_begun(record: RunRecord) -> list[tuple[int, str]]:

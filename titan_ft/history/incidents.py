@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from titan_ft.history.attempts import Attempt, Fault, microseconds
 from titan_ft.history.fold import FailureSpan
 from titan_ft.history.record import RunRecord, view
+from titan_ft.history.usual_steps import UsualSteps
 from titan_ft.run.events import DigestMismatch, Event, HealFinished, LinkDead, PeerSilent, StepCommitted
 
 Commits = Mapping[int, Sequence[StepCommitted]]
@@ -222,7 +223,7 @@ def find_incidents(record: RunRecord) -> list[Incident]:
         one.reach = max(one.reach, _last_with_their_gradients(one, record, commits))
     stalls = survivors_stalls(
         found,
-        {replica: [_made(event, record) for event in made] for replica, made in commits.items()},
+        _all_made(record),
         record.usual_step_us,
     )
     heals = find_heals(record)
@@ -231,6 +232,18 @@ def find_incidents(record: RunRecord) -> list[Incident]:
         for one, stall in zip(found, stalls, strict=True)
     ]
     return sorted(described, key=lambda incident: incident.time)
+
+
+def _all_made(record: RunRecord) -> dict[int, list[Made]]:
+    """Return the commits of each group in order of time; the last one of usual steps in a row stands for all."""
+    found: dict[int, list[Made]] = defaultdict(list)
+    for event in record.commits:
+        found[event.replica].append(_made(event, record))
+    for usual in record.of(UsualSteps):
+        if usual.rank == 0:
+            # None of the steps was late, so neither is the last one after the commit before the first one.
+            found[usual.replica].append(Made(microseconds(usual), usual.attempt, float("inf")))
+    return {replica: sorted(made) for replica, made in found.items()}
 
 
 def _made(event: StepCommitted, record: RunRecord) -> Made:

@@ -19,8 +19,10 @@ import msgspec
 
 from titan_ft.history.attempts import Attempt, Fault, is_of_worker, microseconds, read_attempts, read_faults
 from titan_ft.history.fold import RunFold, fold_events
+from titan_ft.history.kept import read_reduced
 from titan_ft.history.trajectory import State, chain_to, final_states, read_states
 from titan_ft.history.unit import Unit
+from titan_ft.history.usual_steps import UsualSteps
 from titan_ft.run import events as ev
 from titan_ft.run.held import is_held
 from titan_ft.run.log import read_history
@@ -99,38 +101,57 @@ class RunRecord:
         cut: names of the files whose writers had more to write than there is (see `run/appender.py`).
         goes_on: whether the run went on when its events were read, so that more of them follow.
         silent_seconds: of a run that goes on, the age of its last event then; 0 if that is no longer than usual.
+        firsts: of a long run whose events are reduced, the first commit of each usual step; see `usual_steps`.
 
     Attributes:
         written: the events as their processes wrote them, in the order of their wall clocks.
     """
 
     def __init__(
-        self, events: Iterable[ev.Event], cut: Iterable[str] = (), *, goes_on: bool = False, silent_seconds: float = 0.0
+        self,
+        events: Iterable[ev.Event],
+        cut: Iterable[str] = (),
+        *,
+        goes_on: bool = False,
+        silent_seconds: float = 0.0,
+        firsts: Iterable[ev.StepCommitted] = (),
     ) -> None:
         self.written = sorted(events, key=lambda event: event.time)
         self.cut = tuple(cut)
         self.goes_on, self.silent_seconds = goes_on, silent_seconds
+        self.firsts = list(firsts)
         self.views: dict[Callable[..., Any], Any] = {}
 
     @classmethod
-    def read(cls, folder: Path) -> RunRecord:
-        """Read the event files in the folder `events` of a run.
+    def read(cls, folder: Path, *, whole: bool = False) -> RunRecord:
+        """Read the event files in the folder `events` of a run; many events are reduced, see `usual_steps`.
 
         Of a run that goes on, what was announced while the files were read is left out: a file that was
         read early lacks what one that was read late has, and steps would seem to be missing.
+
+        Args:
+            whole: read all events as they are, however many.
 
         Raises:
             OSError: a file cannot be read.
             ValueError: names the file and the line that is no event.
         """
         now = time.time()
-        record = cls(*read_history(folder))
+        if whole:
+            record = cls(*read_history(folder))
+        else:
+            found, cut = read_reduced(folder)
+            record = cls(found.events, cut, firsts=found.firsts)
+            if not record.usual <= record.on_chain:
+                # Nobody said that training went back over usual steps: each of their commits counts.
+                return cls.read(folder, whole=True)
         if not _goes_on(record, RunPaths(folder.parent), now):
             return record
         settled = [event for event in record.written if event.time <= now - SETTLED_SECONDS]
         age = now - record.written[-1].time
         is_silent = age > max(SILENT_SECONDS, 2 * (record.usual_step_seconds or 0.0))
-        return cls(settled or record.written, goes_on=True, silent_seconds=age if is_silent else 0.0)
+        silent_seconds = age if is_silent else 0.0
+        return cls(settled or record.written, goes_on=True, silent_seconds=silent_seconds, firsts=record.firsts)
 
     @cached_property
     def events(self) -> list[ev.Event]:
@@ -159,6 +180,26 @@ class RunRecord:
     def of(self, *kinds: type[E]) -> list[E]:
         """Return the events of some kinds, one kind after the other, each in order of time."""
         return [event for kind in kinds for event in self._by_kind.get(kind, [])]
+
+    @cached_property
+    def usual(self) -> frozenset[str]:
+        """The lineages of the usual steps, each of which has one commit in place of all."""
+        return frozenset(commit.lineage for commit in self.firsts)
+
+    @cached_property
+    def num_omitted(self) -> int:
+        """How many commits of usual steps, of all processes together, are not among the events."""
+        return sum(event.num_steps for event in self.of(UsualSteps))
+
+    @property
+    def num_events(self) -> int:
+        """How many events the processes wrote."""
+        return len(self.events) - len(self.of(UsualSteps)) + self.num_omitted
+
+    @cached_property
+    def _told_commits(self) -> list[ev.StepCommitted]:
+        """The commits of all ranks, of each usual step the first one, in order of time."""
+        return sorted([*self.of(ev.StepCommitted), *self.firsts], key=lambda event: event.time)
 
     @cached_property
     def fold(self) -> RunFold:
@@ -284,20 +325,20 @@ class RunRecord:
 
     @cached_property
     def commits(self) -> list[ev.StepCommitted]:
-        """One commit per group and step: that of its rank 0."""
+        """One commit per group and step: that of its rank 0. Usual steps have none."""
         return [event for event in self.of(ev.StepCommitted) if event.rank == 0]
 
     @cached_property
     def commits_of(self) -> dict[str, list[ev.StepCommitted]]:
-        """The commits of all ranks by the state that they made."""
+        """The commits of all ranks by the state that they made; of a usual step only the first."""
         found: dict[str, list[ev.StepCommitted]] = defaultdict(list)
-        for event in self.of(ev.StepCommitted):
+        for event in self._told_commits:
             found[event.lineage].append(event)
         return found
 
     @cached_property
     def _states(self) -> tuple[dict[str, State], list[str]]:
-        return read_states(self.of(ev.StepCommitted))
+        return read_states(self._told_commits)
 
     @property
     def states(self) -> dict[str, State]:
@@ -343,14 +384,14 @@ class RunRecord:
     def makers(self) -> dict[int, set[int]]:
         """For each step the groups whose gradients are in it."""
         found: dict[int, set[int]] = defaultdict(set)
-        for event in self.kept:
+        for event in [*self.kept, *self.firsts]:
             found[event.step].update(event.participants)
         return found
 
     @cached_property
     def first_commits(self) -> dict[int, ev.StepCommitted]:
         """For each step of the job the commit that came first."""
-        return {event.step: event for event in reversed(self.kept)}
+        return {event.step: event for event in (*reversed(self.kept), *self.firsts)}
 
     @cached_property
     def usual_step_us(self) -> int:

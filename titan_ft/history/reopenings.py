@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from titan_ft.history.checks.judgement import count
 from titan_ft.history.record import ProcessHistory, RunRecord, view
+from titan_ft.history.usual_steps import UsualSteps
 from titan_ft.run.events import DataOpened, LoaderChecked, StepCommitted
 
 SEE_REREAD = "titan-ft check --reread reads the data again without a break"
@@ -82,6 +83,8 @@ def _untold(process: ProcessHistory) -> Iterator[str]:
         if isinstance(event, DataOpened):
             earliest = first_opened.get(event.slot, event.first_batch)
             first_opened[event.slot] = min(earliest, event.first_batch)
+        elif isinstance(event, UsualSteps):
+            ends[event.slot] = event.next_batch
         elif isinstance(event, StepCommitted):
             for data in event.readings():
                 known = data.first_batch <= ends.get(data.slot, 0)

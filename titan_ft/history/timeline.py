@@ -35,9 +35,12 @@ from statistics import median
 from titan_ft.history.attempts import Attempt, microseconds
 from titan_ft.history.intervals import STATES, Interval, Strip
 from titan_ft.history.record import RunRecord, view
+from titan_ft.history.usual_steps import UsualSteps
 from titan_ft.run import events as ev
 
 _Pending = ev.Joined | ev.ExchangeFailed | ev.Waiting
+USUAL = "of usual steps together"
+"""Detail of an interval that is a sum."""
 _AWAY = {"start", "restart", "idle", "unknown"}
 
 
@@ -155,6 +158,8 @@ class GroupFold:
                     self._pending.append((time, event))
                 case ev.StepCommitted():
                     self._commit(time, event)
+                case UsualSteps():
+                    self._pass_usual(time, event)
                 case ev.HealStarted():
                     self._begin_heal(time)
                 case ev.HealFinished() if self._heal is not None:
@@ -208,6 +213,14 @@ class GroupFold:
         strip.fill(time, "overhead")
         self._begun, self._heal, self._step = True, None, event.step
         self._passes = event.forward_passes
+
+    def _pass_usual(self, time: int, event: UsualSteps) -> None:
+        """Fill the time of usual steps in a row: their sums, in three parts."""
+        strip = self._strip
+        strip.fill(strip.cursor + event.productive_us, "productive", USUAL)
+        strip.fill(strip.cursor + event.exchange_us, "exchange_wait", USUAL)
+        strip.fill(time, "overhead", USUAL)
+        self._step = event.step
 
     def _paint_exchange(self, until: int) -> None:
         """Say of what the wait in the exchange until `until` consisted."""

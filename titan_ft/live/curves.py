@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 from titan_ft.config import ConfigError, check_folder, unwritable
+from titan_ft.history.kept import follow
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.run_status import RunStatus
 from titan_ft.run.appender import FINISH_SECONDS, retry_waiting
 from titan_ft.run.curve_file import FILE_PREFIX
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.stop import StopRequests
-from titan_ft.run.tail import EventTail
 from titan_ft.run.whole_file import write_whole
 
 POLL_SECONDS = 1.0
@@ -38,8 +38,7 @@ def write_curves(run_dir: Path, folder: Path | None = None) -> int:
     check_folder("RUN_DIR", run_dir)
     paths, status = RunPaths(run_dir), RunStatus()
     folder = folder or paths.job_curve
-    tail = EventTail(paths.events, from_start=True)
-    events = tail.poll()
+    events, tail = follow(paths.events)
     for event in events:
         status.observe(event)
     if status.launched and not status.end and folder.exists():

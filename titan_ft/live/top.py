@@ -17,11 +17,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from titan_ft.config import ConfigError, check_folder
+from titan_ft.history.kept import follow
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top_view import Screen, frame
 from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
-from titan_ft.run.tail import EventTail
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -41,7 +41,9 @@ class FollowedRun:
         self.run_dir = run_dir
         self.status = RunStatus()
         self._paths = RunPaths(run_dir)
-        self._tail = EventTail(self._paths.events, from_start=True)
+        events, self._tail = follow(self._paths.events)
+        for event in events:
+            self.status.observe(event)
 
     def poll(self) -> RunStatus:
         """Take in what is new.

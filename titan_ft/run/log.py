@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import msgspec
 from titan_ft.run.appender import FINISH_SECONDS, WAITING_BYTES, FileAppender, Stall
 from titan_ft.run.events import Event, EventsDelayed, EventsDropped, kinds
 
+_BLOCK_BYTES = 256 * 1024
 _UNSET = (None, -1)
 _WRONG_FIELDS = "must have the fields of {} (see docs/events.md): {}; read an older version's run with that version"
 
@@ -181,24 +183,30 @@ def read_events(folder: Path) -> list[Event]:
     return read_history(folder)[0]
 
 
-def read_history(folder: Path) -> tuple[list[Event], list[str]]:
+def read_history(folder: Path, known: Mapping[str, Place] | None = None) -> tuple[list[Event], list[str]]:
     """Read events as `read_events` does; return them, and the names of the files that are cut (see `FileAppender`).
+
+    Args:
+        known: by the names of files, up to where their events are known already and left out.
 
     Raises:
         OSError, ValueError: as there.
     """
     events: list[Event] = []
     cut: list[str] = []
-    for path in _files(folder):
-        data = path.read_bytes()
-        if not data.endswith(b"\n"):
+    for path in event_files(folder):
+        start = (known or {}).get(path.name, Place())
+        with path.open("rb") as file:
+            file.seek(start.num_bytes)
+            data = file.read()
+        if not data.endswith(b"\n") and (data or not start.num_bytes):
             cut.append(path.name)
         lines = data.split(b"\n")
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(lines, start=start.num_lines + 1):
             try:
                 event = decode(line) if line else None
             except ValueError as error:
-                if number < len(lines):  # the text behind the last newline is a line that was cut
+                if number < start.num_lines + len(lines):  # the text behind the last newline is a line that was cut
                     raise ValueError(f"{path}:{number} {error}") from error
                 continue
             if event is not None:
@@ -206,7 +214,42 @@ def read_history(folder: Path) -> tuple[list[Event], list[str]]:
     return sorted(events, key=lambda event: event.time), cut
 
 
-def _files(folder: Path) -> list[Path]:
+class Place(msgspec.Struct):
+    """A place between two lines of a file of events."""
+
+    num_bytes: int = 0
+    num_lines: int = 0
+    crc: int = 0  # CRC-32 of the bytes before it
+
+
+def stream(path: Path, place: Place) -> Iterator[Event]:
+    """Yield the events of a file from a place on, which moves along; a last line without its newline is left.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: names the line that is no event.
+    """
+    rest = b""
+    while True:
+        with path.open("rb") as file:  # only now and then: a run may have more files than a process may open
+            file.seek(place.num_bytes + len(rest))
+            block = file.read(_BLOCK_BYTES)
+        *lines, rest = (rest + block).split(b"\n")
+        if not block:
+            return
+        for line in lines:
+            place.num_bytes += len(line) + 1
+            place.num_lines += 1
+            place.crc = zlib.crc32(b"\n", zlib.crc32(line, place.crc))
+            try:
+                event = decode(line) if line else None
+            except ValueError as error:
+                raise ValueError(f"{path}:{place.num_lines} {error}") from error
+            if event is not None:
+                yield event
+
+
+def event_files(folder: Path) -> list[Path]:
     """Return the files of events in a folder, by name. Its `glob` would pass over a folder that cannot be read.
 
     Raises:

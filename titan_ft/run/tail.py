@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from titan_ft.run.events import Event
@@ -72,12 +73,22 @@ class EventTail:
         pattern: of the names of the files.
         from_start: whether the first call returns what the files hold already. A launcher wants only what is new: the
             rest is of an earlier run in the folder, and would be taken for this one's.
+        known: with `from_start`, by the names of files, the bytes at their beginning that are left out.
     """
 
-    def __init__(self, folder: Path, *wanted: type[Event], pattern: str = "*.jsonl", from_start: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *wanted: type[Event],
+        pattern: str = "*.jsonl",
+        from_start: bool = False,
+        known: Mapping[str, int] | None = None,
+    ) -> None:
         self._folder, self._wanted, self._pattern = folder, wanted, pattern
-        existing = () if from_start else folder.glob(pattern)
-        self._tails = {path: FileTail(path, path.stat().st_size, only_grows=True) for path in existing}
+        starts = {folder / name: num_bytes for name, num_bytes in (known or {}).items()}
+        if not from_start:
+            starts = {path: path.stat().st_size for path in folder.glob(pattern)}
+        self._tails = {path: FileTail(path, start, only_grows=True) for path, start in starts.items()}
 
     @property
     def cut(self) -> set[str]:

@@ -26,7 +26,7 @@ def check_average(record: RunRecord, found: Judgement) -> None:
         for event in events:
             if not event.contributed and event.own_tokens:
                 found.object_to(f"had {event.own_tokens} tokens of weight and is no participant", event)
-        checked += _check_sums(events, found)
+        checked += lineage in record.usual or _check_sums(events, found)
     excluded = _check_excluded(record, found)
     total = len(record.commits_of)
     found.statement = (

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from titan_ft.history.checks.foundation import object_to_absence
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record import RunRecord, view
 from titan_ft.history.trajectory import ROOT
+from titan_ft.history.usual_steps import UsualSteps
 from titan_ft.run.events import (
     CheckpointLoaded,
     CheckpointSaved,
@@ -55,7 +56,7 @@ def _check_rates(record: RunRecord, found: Judgement) -> int:
     """
     noun = record.unit.noun
     rates: dict[tuple[object, ...], tuple[float | None, StepCommitted]] = {}
-    compared = 0
+    compared = record.num_omitted - len(record.firsts)
     for process in record.processes:
         digest = ""
         for event in process.events:
@@ -89,11 +90,17 @@ def _check_finished(record: RunRecord, found: Judgement) -> None:
 
 def _check_tokens(record: RunRecord, event: TrainingFinished, found: Judgement) -> None:
     """Compare a final count with the sum of the steps' tokens. Tokens without a label are in the count only."""
-    tokens_seen, total = event.tokens, sum(point.event.tokens for point in record.curve)
+    tokens_seen, (total, all_labelled) = event.tokens, _add_up_tokens(record)
+    if tokens_seen < total or (all_labelled and tokens_seen != total):
+        found.object_to(f"finished with {tokens_seen} tokens, the {record.unit.noun}s' own are {total}", event)
+
+
+@view
+def _add_up_tokens(record: RunRecord) -> tuple[int, bool]:
+    """Return the tokens of all steps, and whether each batch had the same number of them."""
     batches = [sum(number for _, number in state.batches.values()) for state in record.chain]
     full = {point.event.tokens / number for point, number in zip(record.curve, batches, strict=True) if number}
-    if tokens_seen < total or (len(full) == 1 and tokens_seen != total):
-        found.object_to(f"finished with {tokens_seen} tokens, the {record.unit.noun}s' own are {total}", event)
+    return sum(point.event.tokens for point in record.curve), len(full) == 1
 
 
 def _check_saved(record: RunRecord, found: Judgement) -> int:
@@ -107,6 +114,8 @@ def _check_saved(record: RunRecord, found: Judgement) -> int:
         for event in process.events:
             if isinstance(event, StepCommitted):
                 held.add(event.titan_step)
+            elif isinstance(event, UsualSteps):
+                held.update(range(event.first_step, event.step + 1))
             elif isinstance(event, HealFinished | TrainingFinished):
                 held.add(record.unit.step_after(event.step))
             elif isinstance(event, CheckpointLoaded):
@@ -127,6 +136,8 @@ def _check_sizes(record: RunRecord, found: Judgement) -> None:
         for event in process.events:
             if isinstance(event, GradientExcluded):
                 excluded = event.slots
+            elif isinstance(event, UsualSteps):
+                num_unknown += event.num_steps if least is None else 0
             elif isinstance(event, StepCommitted):
                 present = len(event.participants) + len(excluded)
                 num_unknown += least is None

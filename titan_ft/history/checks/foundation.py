@@ -69,7 +69,7 @@ def _unseen_steps(record: RunRecord) -> list[str]:
     before: dict[int, State] = {}
     for state in record.chain:
         for replica in state.participants & told.keys():
-            if state.lineage in told[replica]:
+            if state.lineage in told[replica] or state.lineage in record.usual:
                 before.pop(replica, None)
                 continue
             last = before.get(replica)
@@ -117,7 +117,7 @@ def object_to_absence(record: RunRecord, found: Judgement, text: str, event: Eve
 def check_whole(record: RunRecord, found: Judgement) -> None:
     """Check that the history has a beginning and an end, and no part of it is missing."""
     processes = count(len(record.processes), "worker process", "worker processes")
-    found.statement = f"{count(len(record.events), 'event')} of {processes}"
+    found.statement = f"{count(record.num_events, 'event')} of {processes}"
     if not record.events:
         found.unknown.append("the history is empty: the folder has no events (events/*.jsonl)")
         return

@@ -12,6 +12,7 @@ from titan_ft.history.checks.judgement import Judgement, Offence, count
 from titan_ft.history.record import Healed, ProcessHistory, RunRecord
 from titan_ft.history.rework import find_rework
 from titan_ft.history.trajectory import ROOT
+from titan_ft.history.usual_steps import UsualSteps
 from titan_ft.run.events import (
     EventsDropped,
     FaultInjected,
@@ -39,7 +40,7 @@ def check_work(record: RunRecord, found: Judgement) -> None:
         passes += _check_passes(process, found)
         _check_order(process, record, found)
         wasted += _count_wasted(process, record, found)
-    commits = sum(len(events) for events in record.commits_of.values())
+    commits = len(record.of(StepCommitted)) + record.num_omitted
     found.statement = f"{count(commits, 'commit')} in order, {_passes(passes)}, one a batch"
     found.notes += [f"{_passes(number_of)} wasted: {why}" for why, number_of in wasted.items()]
     behind = sum(_fell_behind(process) for process in record.processes)
@@ -54,7 +55,7 @@ def check_work(record: RunRecord, found: Judgement) -> None:
 
 def _check_passes(process: ProcessHistory, found: Judgement) -> int:
     """Object to commits with other than one forward pass for each batch that was read; return the passes."""
-    total = 0
+    total = sum(event.forward_passes for event in process.events if isinstance(event, UsualSteps))
     for event in process.commits():
         passes = event.forward_passes
         total += passes
@@ -70,13 +71,13 @@ def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -
     A state without any event is missing from the history: who made it is unknown.
     """
     noun = record.unit.noun
-    held: StepCommitted | None = None
+    held: StepCommitted | UsualSteps | None = None
     # It may go on from any state that it got in the meantime, or in a part of its events that is missing.
     free = not any(isinstance(event, WorkerStarted) for event in process.events)
     for event in process.events:
         if isinstance(event, Healed | EventsDropped):
             free = True
-        elif isinstance(event, StepCommitted):
+        elif isinstance(event, StepCommitted | UsualSteps):
             parent = event.parent
             known = parent == ROOT or parent in record.states
             if not known and not free and (held is None or parent != held.lineage):

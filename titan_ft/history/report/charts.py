@@ -25,6 +25,7 @@ from titan_ft.history.report.thinning import thin_rows
 from titan_ft.history.report.words import duration
 from titan_ft.history.terminal import clock
 from titan_ft.history.timeline import timeline
+from titan_ft.history.usual_steps import UsualSteps
 from titan_ft.run.events import StepCommitted
 
 MAX_POINTS = 2000  # of a curve: more than the page has pixels for
@@ -92,7 +93,8 @@ def _of_steps(
 def memory(record: RunRecord) -> Chart | None:
     """Draw the memory of the rank that held most."""
     most: dict[int, float] = {}
-    for event in record.of(StepCommitted):
+    told: list[StepCommitted | UsualSteps] = [*record.of(StepCommitted), *record.of(UsualSteps)]
+    for event in told:
         if event.memory_bytes is not None:
             most[event.step] = max(most.get(event.step, 0.0), event.memory_bytes / 2**30)
     if not most:

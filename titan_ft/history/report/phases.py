@@ -27,7 +27,7 @@ from titan_ft.history.notes import name_groups
 from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.report.style import DETAILS
-from titan_ft.history.timeline import timeline
+from titan_ft.history.timeline import USUAL, timeline
 from titan_ft.history.waits import REASONS
 from titan_ft.run.events import StepCommitted
 
@@ -106,13 +106,13 @@ def add_up(phases: Iterable[Phase]) -> dict[str, TimeInState]:
 
 
 def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[Phase]:
-    exchanges = [each.num_us for each in row if each.state == "exchange_wait"]
+    exchanges = [each.num_us for each in row if each.state == "exchange_wait" and each.detail != USUAL]
     # Half a step of patience: exchanges of usual steps differ in length, above all on a busy machine.
     longest_usual = (2 * median(exchanges) if exchanges else 0) + record.usual_step_us / 2
     begins = [attempt.begin_us for attempt in record.attempts.get(group, [])]
     for each in row:
         phase = Phase(each.start_us, each.end_us, _STATE_OF[each.state], each.state, _describe(each))
-        if each.state == "exchange_wait" and each.num_us > longest_usual:
+        if each.state == "exchange_wait" and each.detail != USUAL and each.num_us > longest_usual:
             phase = replace(phase, state="waiting", detail="for the other groups, in an exchange")
         if each.state == "idle" and each.detail == "gave up":
             phase = replace(phase, state="lost", detail="gave up")

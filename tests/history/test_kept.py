@@ -1,0 +1,227 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A long run's events are reduced once and kept: every verdict and figure stays, and doubtful files are read anew."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.history.conftest import SyntheticRun
+from titan_ft.history import kept
+from titan_ft.history.audit import audit
+from titan_ft.history.check import check
+from titan_ft.history.record import RunRecord
+from titan_ft.history.report.facts import report_figures
+from titan_ft.history.usual_steps import MARGIN, UsualSteps
+from titan_ft.live.run_status import RunStatus
+from titan_ft.live.top import FollowedRun
+from titan_ft.run.events import StepCommitted
+from titan_ft.run.log import encode
+
+NUM_STEPS = 80
+
+
+@pytest.fixture(autouse=True)
+def reduce_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MIN_BYTES", 1)
+
+
+def write(run: SyntheticRun, run_dir: Path) -> Path:
+    """Write the events of a run, a file for each process; return their folder."""
+    folder = run_dir / "events"
+    folder.mkdir(exist_ok=True)
+    for event in run.events:
+        with (folder / f"{event.pid}.jsonl").open("ab") as file:
+            file.write(encode(event))
+    run.events.clear()
+    return folder
+
+
+def plain_run() -> SyntheticRun:
+    run = SyntheticRun(digest_every=20)
+    run.begin()
+    run.steps(NUM_STEPS)
+    return run
+
+
+def with_a_death() -> SyntheticRun:
+    run = plain_run()
+    run.kill(1)
+    run.step([0, 2], num_exchanges=2)
+    run.restart(1)
+    run.heal(1, lambda: run.steps(2, [0, 2]))
+    run.steps(NUM_STEPS)
+    run.finish()
+    return run
+
+
+def figures(record: RunRecord) -> dict[str, Any]:
+    return {"check": check(record).to_dict(), "audit": audit(record).to_dict(), "report": report_figures(record)}
+
+
+def test_every_figure_of_a_reduced_run_is_that_of_the_whole_one(tmp_path: Path) -> None:
+    folder = write(with_a_death(), tmp_path)
+    whole = RunRecord.read(folder, whole=True)
+    reduced = RunRecord.read(folder)
+    again = RunRecord.read(folder)  # from what is kept
+    assert len(reduced.written) < len(whole.written) / 1.5
+    assert len(reduced.firsts) > NUM_STEPS / 2
+    assert figures(whole)["check"]["verdict"] == "holds"
+    assert figures(reduced) == figures(whole)
+    assert figures(again) == figures(whole)
+
+
+def test_the_steps_around_a_death_keep_their_events(tmp_path: Path) -> None:
+    folder = write(with_a_death(), tmp_path)
+    told = {event.step for event in RunRecord.read(folder).of(StepCommitted)}
+    assert set(range(NUM_STEPS - MARGIN, NUM_STEPS + 3 + MARGIN)) <= told
+
+
+def test_what_came_since_is_added_to_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = plain_run()
+    folder = write(run, tmp_path)
+    before = RunRecord.read(folder)
+    run.steps(NUM_STEPS)
+    run.finish()
+    write(run, tmp_path)
+    monkeypatch.setattr(kept, "_is_unchanged", lambda path, source: True)
+    later = RunRecord.read(folder)
+    assert len(later.firsts) > len(before.firsts)
+    assert figures(later) == figures(RunRecord.read(folder, whole=True))
+    monkeypatch.setattr(kept, "MIN_BYTES", 1 << 30)
+    run.tell("launch_stopping", 1, reason="late", drain_seconds=1.0)
+    write(run, tmp_path)
+    assert RunRecord.read(folder).of(type(RunRecord.read(folder, whole=True).events[-1]))[-1].name == "launch_stopping"
+
+
+def rewrite(folder: Path) -> None:
+    """Change one figure in the middle of a file, so that it has the same size and date."""
+    path = folder / "1000.jsonl"
+    status = path.stat()
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[40] = lines[40].replace(b'"tokens": 1536', b'"tokens": 1535')
+    path.write_bytes(b"".join(lines))
+    assert path.stat().st_size == status.st_size
+
+
+def cut(folder: Path) -> None:
+    path = folder / "1000.jsonl"
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def remove(folder: Path) -> None:
+    (folder / "1000.jsonl").unlink()
+
+
+def damage_record(folder: Path) -> None:
+    path = folder / kept.FILE
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_record(folder: Path) -> None:
+    os.truncate(folder / kept.FILE, 100)
+
+
+def other_version(folder: Path) -> None:
+    path = folder / kept.FILE
+    path.write_bytes(msgspec.msgpack.encode({"version": "0.0.1"}) + path.read_bytes()[20:])
+
+
+@pytest.mark.parametrize("damage", [rewrite, cut, remove, damage_record, cut_record, other_version])
+def test_what_is_kept_is_not_used_where_it_may_not_fit(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    folder = write(with_a_death(), tmp_path)
+    RunRecord.read(folder)
+    assert (folder / kept.FILE).exists()
+    damage(folder)
+    assert figures(RunRecord.read(folder)) == figures(RunRecord.read(folder, whole=True))
+
+
+def test_a_folder_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept, "write_whole", refuse)
+    folder = write(with_a_death(), tmp_path)
+    assert figures(RunRecord.read(folder)) == figures(RunRecord.read(folder, whole=True))
+    assert not (folder / kept.FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("loss", 1.0),
+        ("own_loss", 1.0),
+        ("tokens", 1),
+        ("lr", 0.5),
+        ("grad_norm", 9.0),
+        ("parent", "bad"),
+        ("forward_passes", 2),
+        ("participants", [0, 2]),
+        ("exchanges", 2),
+        ("batches", {0: (30, 1), 1: (31, 1), 2: (30, 1)}),
+        ("waits", [{"slot": 1, "seconds": 9.0, "why": "catching_up"}]),
+    ],
+)
+def test_a_step_that_breaks_a_promise_is_judged_as_before(tmp_path: Path, field: str, value: Any) -> None:
+    run = with_a_death()
+    broken = run.named("step_committed", step=31, replica=1)[0]
+    at = run.events.index(broken)
+    raw = msgspec.to_builtins(broken) | {field: value}
+    run.events[at] = msgspec.convert(msgspec.to_builtins(raw, str_keys=True), type(broken), strict=False)
+    folder = write(run, tmp_path)
+    reduced = RunRecord.read(folder)
+    assert 31 in {event.step for event in reduced.of(StepCommitted)}
+    assert figures(reduced) == figures(RunRecord.read(folder, whole=True))
+
+
+def test_training_that_goes_back_over_usual_steps_keeps_their_events(tmp_path: Path) -> None:
+    run = plain_run()
+    states = {event.step: event.lineage for event in run.named("step_committed")}
+    for group in range(3):
+        run.kill(group)
+        run.restart(group)
+        run.of("checkpoint_loaded", group, step=20, lineage=states[20])
+    run.step_number, run.state = 20, states[20]
+    run.ends = dict.fromkeys(range(3), 20)
+    run.steps(NUM_STEPS + 40)
+    run.finish()
+    folder = write(run, tmp_path)
+    reduced = RunRecord.read(folder)
+    assert reduced.firsts
+    assert {event.step for event in reduced.firsts}.isdisjoint(range(NUM_STEPS + 1))
+    assert figures(reduced) == figures(RunRecord.read(folder, whole=True))
+
+
+def test_steps_during_a_fault_that_lasts_are_not_usual(tmp_path: Path) -> None:
+    run = plain_run()
+    fault = {"fault": "slow_rank", "target": {"replica": 1, "rank": 0}, "shot": 3}
+    run.tell("fault_injected", 2, **fault, seed=1)
+    run.steps(NUM_STEPS + 90)
+    run.tell("fault_undone", 2, **fault)
+    run.steps(20)
+    run.finish()
+    folder = write(run, tmp_path)
+    assert figures(RunRecord.read(folder)) == figures(RunRecord.read(folder, whole=True))
+
+
+def test_top_shows_a_reduced_run_as_the_whole_one(tmp_path: Path) -> None:
+    run = with_a_death()
+    whole = RunStatus()
+    for event in run.events:
+        whole.observe(event)
+    folder = write(run, tmp_path)
+    shown = FollowedRun(folder.parent).poll()
+    assert RunRecord.read(folder).of(UsualSteps)
+    assert shown.groups == whole.groups
+    assert list(shown.lines) == list(whole.lines)
+    assert shown.losses.points == whole.losses.points
+    assert (shown.steps.num_committed, shown.steps.num_attempted) == (NUM_STEPS * 2 + 3, whole.steps.num_attempted)
+    assert shown.outcome == whole.outcome

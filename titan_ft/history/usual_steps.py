@@ -1,0 +1,311 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Find the steps of a long run that went as usual, and say the same in far fewer events.
+
+A run of 100,000 steps and 30 groups has three million commits, and nearly all of them say the same: every group took
+part, nobody waited for anybody who was away, the figures agree. `Reducer` takes the events of a run in order of time
+and splits them in two:
+
+- *Usual* steps. Of each the first commit is kept, which has all that the groups agree on. For each process one
+  `UsualSteps` event stands in the place of its commits of the steps in a row.
+- Everything else is kept as it is.
+
+A step is usual only if no checker could object to it or say anything of it but count it (`_is_usual`), and if the
+`MARGIN` steps before and after it went as well and saw no other event of any process. So a failure, a fault, a save
+or a digest keeps its own events and those around it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from titan_ft.history.attempts import seconds_of
+from titan_ft.run import events as ev
+
+MARGIN = 8
+"""Steps before and after an unusual one that keep all of their events."""
+EFFECT_SECONDS = 60.0
+"""So long after an injected fault no step is usual: what the fault does may show late."""
+STEADY_SECONDS = 0.1
+"""A process whose wall clock parted by more from its monotonic clock has a clock that was set."""
+LOSS_TOLERANCE = 1e-6
+"""Relative difference between a loss and the mean of the participants' own; the same as `checks.average` allows."""
+HARMLESS_WAITS = frozenset({"computing", "loading", "between_steps"})
+"""Waits for groups that take part. Waits for a joiner or a lost group are judged one by one."""
+
+Process = tuple[int, int, int, int]
+"""Group, rank, attempt and pid."""
+
+
+class WentBackError(Exception):
+    """Training went back to a step that was taken for usual, or one of its events came late.
+
+    Attributes:
+        step: the step that came again.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"step {step} came again")
+        self.step = step
+
+
+class UsualSteps(ev.RankEvent, kw_only=True):
+    """Steps in a row that a process committed as usual. Stands in a `Reduction` for its commits of these steps.
+
+    `time` and `mono` are those of the last commit.
+    """
+
+    first_step: int
+    step: int  # the last one
+    parent: str  # lineage before the first one
+    lineage: str  # after the last one
+    forward_passes: int
+    wire_bytes: int | None  # sum; null if one of the commits does not know
+    memory_bytes: int | None  # at most
+    slot: int  # whose batches it read
+    next_batch: int  # number of the batch after those that it read
+    productive_us: int  # of the time since the commit before the first one: computing and updating
+    exchange_us: int  # of the same: in the exchanges
+
+    @property
+    def num_steps(self) -> int:
+        return self.step - self.first_step + 1
+
+
+@dataclass
+class Reduction:
+    """The events of a run, reduced."""
+
+    events: list[ev.Event] = field(default_factory=list)
+    """All events that are kept as they are, and those that stand for usual steps; nearly in order of time."""
+    firsts: list[ev.StepCommitted] = field(default_factory=list)
+    """Of each usual step the first commit of a rank 0."""
+
+    @property
+    def num_omitted(self) -> int:
+        """Commits of usual steps, all processes together."""
+        return sum(event.num_steps for event in self.events if isinstance(event, UsualSteps))
+
+
+class Reducer:
+    """Take the events of a run in order of time; see this module.
+
+    Args:
+        not_before: no step up to this one is usual. Training may have gone back over it.
+        last_usual: the last step that an earlier reducer of the same run took for usual.
+    """
+
+    def __init__(self, not_before: int = 0, last_usual: int = 0) -> None:
+        self.found = Reduction()
+        self.furthest = not_before
+        """The highest step that was committed."""
+        self.not_before = not_before
+        self._last_usual = last_usual
+        self._last_usual_time = 0.0
+        self._rows: deque[list[ev.StepCommitted]] = deque()
+        """The commits of the last steps, a row for each step; the newest row may not be complete."""
+        self._before: list[ev.StepCommitted] = []
+        """The row before the oldest in `_rows`; empty if that was no whole row."""
+        self._num_quiet = 0
+        """Whole rows in a row without any other event, the oldest of `_rows` included."""
+        self._unusual_until = 0.0
+        """Unix seconds until which an injected fault may have effects."""
+        self._open: dict[Process, UsualSteps] = {}
+        self._offsets: dict[Process, float] = {}
+        """By how much each process's wall clock was ahead of its monotonic clock at first."""
+
+    def take(self, event: ev.Event) -> None:
+        """Take the next event.
+
+        Raises:
+            WentBackError: a step comes again that was taken for usual; begin anew with another `not_before`.
+        """
+        if not isinstance(event, ev.StepCommitted):
+            self._break()
+            self._take_other(event)
+            return
+        self.furthest = max(self.furthest, event.step)
+        if event.step <= self._last_usual:
+            raise WentBackError(event.step)
+        if self._rows and self._rows[-1][0].step == event.step:
+            self._rows[-1].append(event)
+            return
+        if self._rows and not self._accept_newest():
+            self._break()
+        self._rows.append([event])
+        # The newest row is not complete, and `MARGIN` more after the oldest must have gone as usual.
+        while len(self._rows) > MARGIN + 1:
+            self._settle_oldest()
+
+    def finish(self) -> Reduction:
+        """Return what was found. Steps that may yet turn out to be usual keep their events."""
+        self._break()
+        return self.found
+
+    def _take_other(self, event: ev.Event) -> None:
+        if isinstance(event, ev.FaultInjected):
+            self._unusual_until = max(self._unusual_until, event.time + max(EFFECT_SECONDS, seconds_of(event)))
+        elif isinstance(event, ev.FaultUndone) and self._last_usual_time > self._unusual_until - EFFECT_SECONDS:
+            # It lasted for longer than anything said, and the steps meanwhile were no usual ones.
+            raise WentBackError(self._last_usual)
+        self.found.events.append(event)
+
+    def _accept_newest(self) -> bool:
+        """Say whether the newest row, which is complete now, follows the row before it as usual."""
+        newest = self._rows[-1]
+        before = self._rows[-2] if len(self._rows) > 1 else self._before
+        if before and not self._is_usual(before, newest):
+            return False
+        self._num_quiet += 1
+        return True
+
+    def _break(self) -> None:
+        """Keep all events of the steps that were waiting."""
+        self._close()
+        for row in self._rows:
+            self.found.events += row
+        self._rows.clear()
+        self._before = []
+        self._num_quiet = 0
+
+    def _settle_oldest(self) -> None:
+        """Decide about the oldest row: all that may make it unusual is known now."""
+        row = self._rows.popleft()
+        is_far_enough = self._num_quiet > 2 * MARGIN and row[0].step > self.not_before
+        if is_far_enough and self._before and not any(commit.digest for commit in row):
+            self._add(row)
+        else:
+            self._close()
+            self.found.events += row
+        self._before = row
+
+    def _add(self, row: list[ev.StepCommitted]) -> None:
+        self._last_usual = row[0].step
+        self._last_usual_time = row[-1].time
+        self.found.firsts.append(next(commit for commit in row if commit.rank == 0))
+        before = {_process(commit): commit for commit in self._before}
+        for commit in row:
+            process = _process(commit)
+            productive_us, exchange_us = _split(before[process], commit)
+            assert commit.data is not None, "a usual step has data"
+            known = self._open.get(process)
+            if known is None:
+                known = self._open[process] = UsualSteps(
+                    replica=commit.replica,
+                    rank=commit.rank,
+                    attempt=commit.attempt,
+                    pid=commit.pid,
+                    first_step=commit.step,
+                    step=commit.step,
+                    parent=commit.parent,
+                    lineage=commit.lineage,
+                    forward_passes=0,
+                    wire_bytes=0,
+                    memory_bytes=None,
+                    slot=commit.data.slot,
+                    next_batch=0,
+                    productive_us=0,
+                    exchange_us=0,
+                )
+            known.time, known.mono = commit.time, commit.mono
+            known.step, known.lineage = commit.step, commit.lineage
+            known.forward_passes += commit.forward_passes
+            if known.wire_bytes is not None:
+                known.wire_bytes = None if commit.wire_bytes is None else known.wire_bytes + commit.wire_bytes
+            if commit.memory_bytes is not None:
+                known.memory_bytes = max(known.memory_bytes or 0, commit.memory_bytes)
+            known.next_batch = commit.data.first_batch + commit.data.num_batches
+            known.productive_us += productive_us
+            known.exchange_us += exchange_us
+
+    def _close(self) -> None:
+        self.found.events += self._open.values()
+        self._open = {}
+
+    def _is_usual(self, before: list[ev.StepCommitted], row: list[ev.StepCommitted]) -> bool:
+        """Return whether a step went as usual, by the commits of all processes and those of the step before it."""
+        first, previous = row[0], before[0]
+        if len(row) != len(before) or first.step != previous.step + 1 or first.parent != previous.lineage:
+            return False
+        if first.time <= self._unusual_until or first.exchanges != 1 or first.inner_steps not in (None, 1):
+            return False
+        processes = {_process(commit) for commit in row}
+        if len(processes) != len(row) or processes != {_process(commit) for commit in before}:
+            return False
+        if not all(_agrees(commit, first) and self._is_sound(commit) for commit in row):
+            return False
+        if {commit.replica for commit in row if commit.rank == 0} != set(first.participants):
+            return False
+        return _follows(previous.batches, first.batches) and _sums_up(row)
+
+    def _is_sound(self, commit: ev.StepCommitted) -> bool:
+        """Return whether a commit says by itself that all went as usual."""
+        if not commit.contributed or commit.extra_data or commit.data is None or commit.waits is None:
+            return False
+        data = commit.data
+        if commit.batches.get(data.slot) != (data.first_batch, data.num_batches):
+            return False
+        if data.num_batches != commit.forward_passes or data.slot != commit.replica:
+            return False
+        offset = commit.time - commit.mono
+        if abs(offset - self._offsets.setdefault(_process(commit), offset)) >= STEADY_SECONDS:
+            return False
+        return all(wait.why in HARMLESS_WAITS for wait in commit.waits)
+
+
+def _process(commit: ev.StepCommitted) -> Process:
+    return commit.replica, commit.rank, commit.attempt, commit.pid
+
+
+def _agrees(commit: ev.StepCommitted, first: ev.StepCommitted) -> bool:
+    """Return whether two processes say the same of a step."""
+    return (
+        commit.lineage == first.lineage
+        and commit.parent == first.parent
+        and commit.exchanges == 1
+        and commit.tokens == first.tokens
+        and commit.loss == first.loss
+        and commit.grad_norm == first.grad_norm
+        and commit.lr == first.lr
+        and commit.inner_step == first.inner_step
+        and commit.inner_steps == first.inner_steps
+        and commit.participants == first.participants
+        and commit.batches == first.batches
+    )
+
+
+def _follows(before: dict[int, tuple[int, int]], batches: dict[int, tuple[int, int]]) -> bool:
+    """Return whether each slot goes on with the batch after those of the step before."""
+    if before.keys() != batches.keys():
+        return False
+    return all(first == before[slot][0] + before[slot][1] for slot, (first, _) in batches.items())
+
+
+def _sums_up(row: list[ev.StepCommitted]) -> bool:
+    """Return whether tokens and loss of a step are those of its participants."""
+    tokens: dict[int, int] = {}
+    losses: dict[int, float] = {}
+    for commit in row:
+        if commit.own_loss is None or commit.loss is None or commit.own_tokens <= 0:
+            return False
+        tokens.setdefault(commit.replica, commit.own_tokens)
+        losses.setdefault(commit.replica, commit.own_loss)
+    loss, total = row[0].loss, row[0].tokens
+    if loss is None or sum(tokens.values()) != total:
+        return False
+    mean = sum(losses[replica] * tokens[replica] for replica in losses) / total
+    return math.isclose(loss, mean, rel_tol=LOSS_TOLERANCE, abs_tol=LOSS_TOLERANCE)
+
+
+def _split(before: ev.StepCommitted, commit: ev.StepCommitted) -> tuple[int, int]:
+    """Return the microseconds from one commit of a process to its next that were productive, and in the exchange.
+
+    The same arithmetic as `timeline`'s for a step without a broken exchange.
+    """
+    gap = max(0, round(commit.time * 1e6) - round(before.time * 1e6))
+    compute = max(0, round(commit.compute_seconds * 1e6))
+    update = min(max(0, round(commit.apply_seconds * 1e6)), gap)
+    exchange = min(max(0, round(commit.exchange_seconds * 1e6)), gap - update)
+    return min(compute + update, gap - exchange), exchange
