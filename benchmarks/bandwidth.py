@@ -30,6 +30,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from benchmarks.links import UNTHROTTLED, pace
+from benchmarks.member_facts import exchange_with
 from benchmarks.run import BenchError, progress
 from titan_ft.config import FaultTolerance
 from titan_ft.gradients.exchange import GradientExchange
@@ -156,7 +157,7 @@ def take_part(port: int, rank: int, num_members: int, mbps: float, num_buckets: 
         return time.monotonic() - began
 
     rounds = [
-        (time_it(sum_bare), time_it(lambda: exchange.finish(True, lambda _: ([0.0], b"")))) for _ in range(ROUNDS)
+        (time_it(sum_bare), time_it(lambda: exchange_with(exchange, lambda _: ([0.0], b"")))) for _ in range(ROUNDS)
     ]
     bare.allreduce([torch.zeros(1)], AllreduceOptions()).wait()  # nobody leaves before all have ended
     if rank == 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import itertools
 import json
 import os
@@ -28,9 +27,11 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torch.distributed.distributed_c10d import AllreduceOptions
 
+from benchmarks.member_facts import exchange_with
 from benchmarks.run import BenchError
 from titan_ft import device
 from titan_ft.gradients.exchange import GradientExchange
+from titan_ft.membership.collectives import all_gather, all_to_all
 from titan_ft.membership.process_group import build_process_group
 from titan_ft.protocol.member import Member, Quorum
 
@@ -121,8 +122,8 @@ def check_collectives(port: int, rank: int, num_ranks: int, numel: int) -> dict[
         )
         with _named(f"an exchange in {form}"):
             began = time.monotonic()
-            reduced = exchange.finish(True, lambda _: ([float(rank)], b"message"))
-            exchange.write_gradients(None, 1.0)
+            reduced = exchange_with(exchange, lambda _: ([float(rank)], b"message"))
+            reduced.sums.write(1.0)
             device.synchronize()
             seconds[form] = time.monotonic() - began
             expected = num_ranks * (num_ranks + 1) / 2
@@ -130,39 +131,23 @@ def check_collectives(port: int, rank: int, num_ranks: int, numel: int) -> dict[
             _expect(error <= (_QUANTIZED if form == "8 bits" else 0.0), f"sums are wrong by {error:.2g}")
             _expect(reduced.rows == [[float(other)] for other in range(num_ranks)], f"rows are {reduced.rows}")
             _expect(reduced.messages == [b"message"] * num_ranks, f"messages are {reduced.messages}")
-    all_gather, all_to_all = _row_collectives(exchange, group, num_ranks)
     own = torch.full((numel,), float(rank), device=where)
     with _named("all-reduce"):
         summed = own.clone()
         group.allreduce([summed], AllreduceOptions()).wait()
         _expect(bool((summed == num_ranks * (num_ranks - 1) / 2).all()), "the sum is wrong")
     with _named("all-gather"):
-        gathered = all_gather(own)
+        gathered = all_gather(group, own, num_ranks, _TIMEOUT)
         wanted = torch.arange(num_ranks, device=where, dtype=own.dtype)
         _expect(bool((gathered == wanted[:, None]).all()), "a part is wrong")
     with _named("all-to-all"):
-        received = all_to_all(torch.stack([own * num_ranks + other for other in range(num_ranks)]))
+        rows = torch.stack([own * num_ranks + other for other in range(num_ranks)])
+        received = all_to_all(group, rows, _TIMEOUT)
         expected_rows = (wanted * num_ranks + rank)[:, None]
         _expect(bool((received == expected_rows).all()), "a row is wrong")
     if (failure := group.errored()) is not None:
         raise failure
     return {"seconds": seconds}
-
-
-def _row_collectives(
-    exchange: GradientExchange, group: Any, num_ranks: int
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the exchange's own all-gather and all-to-all, where a communicator of one rank would not use them."""
-    name = "titan_ft.membership.collectives"
-    if importlib.util.find_spec(name) is not None:
-        module = importlib.import_module(name)
-        return (
-            lambda own: module.all_gather(group, own, num_ranks, _TIMEOUT),
-            lambda rows: module.all_to_all(group, rows, _TIMEOUT),
-        )
-    flight = exchange._launch(lambda quorum: True)
-    exchange.finish(True, lambda _: ([0.0], b""))
-    return flight._all_gather_once, flight._all_to_all_once
 
 
 def reconfigure(port: int, rank: int, num_ranks: int, times: int) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E
 from titan_ft import semi_sync  # noqa: E402
 from titan_ft.config import ConfigError, FaultTolerance  # noqa: E402
 from titan_ft.engine.feed import Reading  # noqa: E402
-from titan_ft.engine.round import Contribution, Sign  # noqa: E402
+from titan_ft.engine.round import Sign  # noqa: E402
 from titan_ft.protocol.decision import Update  # noqa: E402
 from titan_ft.protocol.errors import Leaving  # noqa: E402
 from titan_ft.protocol.ledger import Entry  # noqa: E402
+from titan_ft.protocol.report import Contribution  # noqa: E402
 from titan_ft.round_settings import num_fragments  # noqa: E402
 from titan_ft.semi_sync import RoundWork, SemiSyncTrainer  # noqa: E402
 from titan_ft.trainer import ReplicaTrainer  # noqa: E402
@@ -442,7 +443,6 @@ def test_only_who_has_trained_a_fragment_keeps_a_share_of_it(sent: dict[int, int
         _ahead=None,
         _work=RoundWork(9, lr=0.1),
         _watchdog=SimpleNamespace(beat=lambda: None),
-        _links=SimpleNamespace(exchange=SimpleNamespace(write_gradients=lambda gradients, scale: None)),
         _outer=SimpleNamespace(step=lambda alpha: found.append(alpha) or 0.0),
         _converters=SimpleNamespace(post_optimizer_hook=lambda parts: None),
         _ledger=SimpleNamespace(advance=lambda entries, readers: None),
@@ -455,7 +455,8 @@ def test_only_who_has_trained_a_fragment_keeps_a_share_of_it(sent: dict[int, int
             training=SimpleNamespace(steps=last), fault_tolerance=FaultTolerance(fragment_update_alpha=0.5)
         ),
     )
-    trainer._apply(Update(step=3, tokens=1, lineage=1, scale=1.0, entries=[], readers=[], gradients=[]))
+    sums = SimpleNamespace(is_kept=True, write=lambda scale=None: None)
+    trainer._apply(Update(step=3, tokens=1, lineage=1, scale=1.0, entries=[], readers=[], sums=sums))
     assert found == [alpha]
     assert trainer._trained == [10 - sum(sent.values())]
 

@@ -30,10 +30,10 @@ from torchtitan.train import Trainer  # noqa: E402
 from tests.fake_accelerator import installed  # noqa: E402
 from titan_ft.config import FaultTolerance  # noqa: E402
 from titan_ft.engine.feed import Reading  # noqa: E402
-from titan_ft.engine.round import NOTHING, Contribution  # noqa: E402
 from titan_ft.protocol.decision import LastToLeave  # noqa: E402
 from titan_ft.protocol.errors import Leaving  # noqa: E402
 from titan_ft.protocol.ledger import Entry  # noqa: E402
+from titan_ft.protocol.report import NOTHING, Contribution  # noqa: E402
 from titan_ft.run.error_file import FILE_ENV, read_error  # noqa: E402
 from titan_ft.run.events import Event, Hung  # noqa: E402
 from titan_ft.semi_sync import RoundWork, SemiSyncTrainer  # noqa: E402

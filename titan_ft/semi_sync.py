@@ -23,11 +23,12 @@ from titan_ft.engine import fragments
 from titan_ft.engine.drain import OWN_SHARE, WAITING_SHARE, print_line
 from titan_ft.engine.feed import Reading, merge
 from titan_ft.engine.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
-from titan_ft.engine.round import NOTHING, Contribution, Sign
+from titan_ft.engine.round import Sign
 from titan_ft.engine.step import Opening, ReplicaDimension
 from titan_ft.host.titan_0_2 import DataloaderExhaustedError, JobConfig, logger, set_pg_timeouts
 from titan_ft.protocol.decision import Update
 from titan_ft.protocol.errors import Leaving
+from titan_ft.protocol.report import NOTHING, Contribution
 from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes, steps_per_round
 from titan_ft.run.events import Batches, Drained
 from titan_ft.run.marks import announce_left
@@ -322,7 +323,7 @@ class SemiSyncTrainer(ReplicaTrainer):
     def _apply(self, update: Update) -> Callable[[], float]:
         """Apply a round's update, live or replayed; returns what tells the mean change's norm, alike in all groups."""
         self._watchdog.beat()
-        self._links.exchange.write_gradients(update.gradients, scale=None)
+        update.sums.write()
         self.checkpointer.maybe_wait_for_staging()
         is_last = self._steps_of(update.step) == self.job_config.training.steps
         # One that has trained nothing of it, as in a replay, would keep a share of the anchors of before.
@@ -337,7 +338,7 @@ class SemiSyncTrainer(ReplicaTrainer):
         self._refresh_converters()
         self.step = self._steps_of(update.step)
         set_lr(self.lr_schedulers, self.step - 1)
-        if update.gradients is None:
+        if not update.sums.is_kept:
             self._work.lr = self._lr  # of the round's last step, also where this group has made fewer
         set_lr(self.lr_schedulers, self.step)
         self.ntokens_seen += update.tokens

@@ -25,7 +25,7 @@ from titan_ft.engine.drain import Drain
 from titan_ft.engine.feed import Feed, Reading
 from titan_ft.engine.heal import Heal
 from titan_ft.engine.outer import OuterModel
-from titan_ft.engine.round import NOTHING, Contribution, Rounds
+from titan_ft.engine.round import Rounds
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.watchdog import Watchdog
 from titan_ft.host.titan_0_2 import (
@@ -50,6 +50,7 @@ from titan_ft.protocol.errors import HungError, JobFinished, Leaving
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.lr_policy import lr_factor, scaled_lr
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.report import NOTHING, Contribution
 from titan_ft.round_settings import unit_of
 from titan_ft.run.error_file import write_error
 from titan_ft.run.events import Batches, CameTooLate, Drained, Hung, StartedAnew, TrainingFinished
@@ -641,7 +642,7 @@ class ReplicaTrainer(Trainer):
     def _apply(self, update: Update) -> Callable[[], float]:
         """Apply a committed update, live or replayed, and advance what counts commits; returns what tells its norm."""
         self._watchdog.beat()
-        self._links.exchange.write_gradients(update.gradients, update.scale)
+        update.sums.write(update.scale)
         grad_norm = self._clip_gradients()
         self.checkpointer.maybe_wait_for_staging()
         with scaled_lr(self.optimizers, self._lr_factor(update)):

@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
+from benchmarks.member_facts import exchange_with
 from titan_ft.gradients import half, quantize
-from titan_ft.gradients.exchange import ExchangeError, GradientExchange
+from titan_ft.gradients.exchange import GradientExchange
+from titan_ft.gradients.flight import ExchangeError
 from titan_ft.membership.process_group import AbortableNccl
 from titan_ft.protocol.member import Member, Quorum
 
@@ -126,10 +128,10 @@ def exchange(state: State, seconds: float | None = None, slow_rows: bool = False
     state.seat.timeout = TIMEOUT if seconds is None else timedelta(seconds=seconds)
     began = time.monotonic()
     try:
-        reduced = state.exchange.finish(True, describe)
+        reduced = exchange_with(state.exchange, describe)
     except ExchangeError as error:
         return {"error": str(error), "seconds": time.monotonic() - began}
-    state.exchange.write_gradients(None, 1.0)
+    reduced.sums.write(1.0)
     members = state.seat.members
     expected = [expect(state.travels_in, list(parts)) for parts in zip(*map(gradients, members), strict=True)]
     right = reduced.rows == [[float(member)] for member in members]

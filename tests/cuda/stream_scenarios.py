@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import itertools
 import json
 import threading
@@ -27,11 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.member_facts import exchange_with
 from tests.replica.conftest import TinyTraining
 from titan_ft import device
 from titan_ft.engine.outer import OuterModel
-from titan_ft.gradients.bucket import Sums
-from titan_ft.gradients.exchange import ExchangeError, GradientExchange
+from titan_ft.gradients.exchange import GradientExchange
+from titan_ft.gradients.flight import ExchangeError
+from titan_ft.gradients.sums import Sums
 from titan_ft.membership.process_group import AbortableNccl, BreakableGloo
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.round_settings import OuterOptimizer
@@ -41,6 +42,7 @@ from titan_ft.transfer.state_server import StateServer
 
 DEADLINE = 30.0  # seconds; only ever reached by a bug
 NUM_MEMBERS, NUM_STEPS = 2, 4
+NEWEST, OUTDATED = 0, -1  # updates of a rank: no member of the quorum has more; a member has
 BACKENDS = ("gloo", "nccl")
 _SEEDING = threading.Lock()  # torch's generator is one for all threads
 
@@ -202,10 +204,10 @@ class Rank:
 
     def queue(self) -> Sums:
         """Make a step as a group that heals does: it gives nothing, and keeps the sums."""
-        self.exchange.launch_empty()
-        self.exchange.make_room()
+        self.exchange.launch()
+        self.exchange.room.prepare()
         self.finish(gives=False)
-        return self.exchange.reduced()
+        return self.sums.keep()
 
     def step(self, number: int, gives: bool = True) -> Sums:
         """Make a step as the trainer does; returns the sums."""
@@ -214,19 +216,20 @@ class Rank:
         if gives:
             tokens = torch.randint(0, 11, (4, 3), generator=torch.Generator().manual_seed(10 * number + self.rank))
             loss = training.model(tokens.to(self.where))
-            self.exchange.arm(lambda quorum: True)
+            self.exchange.arm(NEWEST)
             loss.backward()
         else:
-            self.exchange.launch_empty()
+            self.exchange.launch()
         self.finish(gives)
-        sums = self.exchange.reduced()
-        self.apply(None)
+        sums = self.sums.keep()
+        self.apply(self.sums)
         return sums
 
     def finish(self, gives: bool) -> None:
         """Complete the exchange; all that is given is finite."""
-        self.exchange.finish(gives, lambda quorum: ([1.0], b"x" * self.rank))
-        assert not self.exchange.spoiled
+        reduced = exchange_with(self.exchange, lambda quorum: ([1.0], b"x" * self.rank), gives)
+        assert not reduced.spoiled[reduced.quorum.rank]
+        self.sums = reduced.sums
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -239,9 +242,9 @@ class Rank:
             parameter.grad = parameter.detach() * factor
             _call_hooks(parameter)
 
-    def apply(self, sums: Sums | None) -> None:
+    def apply(self, sums: Sums) -> None:
         """Apply an update, live or replayed."""
-        self.exchange.write_gradients(sums, self.scale)
+        sums.write(self.scale)
         self.training.optimizers.step()
         self.training.lr_schedulers.step()
 
@@ -289,7 +292,7 @@ def train_on_two_streams(world: World) -> Any:
         streams = [SideStream(rank.where) for _ in range(2)]
         for step in range(NUM_STEPS):
             rank.training.optimizers.zero_grad()
-            rank.exchange.arm(lambda quorum: True)
+            rank.exchange.arm(NEWEST)
             for index, parameter in enumerate(rank.parameters):
                 if number == 0 and index % NUM_STEPS == step:
                     continue  # a step that does not use it
@@ -299,7 +302,7 @@ def train_on_two_streams(world: World) -> Any:
             for stream in streams:
                 stream.join()
             rank.finish(True)
-            rank.apply(None)
+            rank.apply(rank.sums)
         return rank.bytes()
 
     return _together(run)
@@ -336,13 +339,13 @@ def train_over_broken_exchanges(world: World, **options: Any) -> Any:
             membership.before_quorum = lambda: None
             membership.process_group.prepare()
             membership.process_group.breaks_at = 1 + step
-            rank.exchange.arm(functools.partial(lambda gives, quorum: gives, number == 0 or step != 2))
+            rank.exchange.arm(NEWEST if number == 0 or step != 2 else OUTDATED)
             rank.give_gradients(1.0 + number + step)
             with pytest.raises(ExchangeError):
                 rank.finish(True)
             membership.before_quorum = be_late
             rank.finish(True)
-            rank.apply(None)
+            rank.apply(rank.sums)
         return rank.bytes()
 
     return _together(run)
@@ -357,8 +360,8 @@ def train_a_bfloat16_model(world: World) -> Any:
             for parameter in rank.parameters:
                 parameter.grad = parameter.detach() * (1.0 + number + step)
             rank.finish(True)
-            sums = rank.exchange.reduced()
-            rank.apply(None)
+            sums = rank.sums.keep()
+            rank.apply(rank.sums)
             rank.apply(sums)
         return rank.bytes()
 
@@ -538,7 +541,7 @@ def heal(world: World, room: int = 0) -> Any:
             trained = sum(parameter.numel() for parameter in rank.parameters)
             free = 4 * trained * 3 + 2 * room * rank.exchange.num_bytes  # gradients and Adam's moments, and the room
             device.free_bytes = lambda where: free
-            rank.exchange.keep_on_device()
+            rank.exchange.room.keep_on_device()
         queued = [rank.queue() if number else rank.step(step) for step in range(2)]
         if number == 1:
             assert copied.wait(DEADLINE)
@@ -547,7 +550,7 @@ def heal(world: World, room: int = 0) -> Any:
             while queued:
                 rank.apply(queued.pop(0))
             rank.apply(rank.queue())  # while rank 0 applies it
-            rank.exchange.drop_room()
+            rank.exchange.room.drop()
         else:
             rank.step(2)
         for step in range(3, NUM_STEPS):
@@ -572,8 +575,8 @@ def queue_beside_the_next(world: World) -> Any:
                 rank.step(step)
                 continue
             if step:
-                kept.append(rank.exchange.reduced())
-            rank.exchange.launch_empty()
+                kept.append(rank.sums.keep())
+            rank.exchange.launch()
             while rank.exchange.under_way:
                 time.sleep(0.001)
             exchange_goes_on(rank.where)
@@ -591,7 +594,7 @@ def fill_beside_the_last(world: World) -> Any:
         rank = Rank(world, number)
         stream = SideStream(rank.where)
         for step in range(NUM_STEPS):
-            rank.exchange.arm(lambda quorum: True)
+            rank.exchange.arm(NEWEST)
             for parameter in rank.parameters:
                 with stream.use(after_current=False):
                     parameter.grad = torch.full_like(parameter, 1.0 + number + step)
@@ -600,7 +603,7 @@ def fill_beside_the_last(world: World) -> Any:
             rank.finish(True)
             for parameter in rank.parameters:
                 parameter.grad = torch.empty_like(parameter)
-            rank.apply(None)
+            rank.apply(rank.sums)
         return rank.bytes()
 
     return _together(run)
@@ -623,8 +626,8 @@ def rounds(world: World, alpha: float = 0.0, **options: Any) -> Any:
                 training.optimizers.step()
             outer.take_changes({0: 1.0 + number})
             exchange.give({0: 1.0 + number})
-            exchange.finish(True, lambda quorum: ([0.0], b""))
-            exchange.write_gradients(exchange.reduced() if number else None, None)
+            sums = exchange_with(exchange, lambda quorum: ([0.0], b"")).sums
+            (sums.keep() if number else sums).write()
             squares = outer.step(alpha)
             found += [str(squares), *(anchor.detach().clone() for anchor in outer.anchors)]
             if step == 1:
@@ -756,11 +759,11 @@ def backward_waits_for_no_gradient(world: World, **options: Any) -> Any:
 
     def run(number: int) -> Any:
         rank = Rank(world, number, **options)
-        rank.exchange.arm(lambda quorum: True)
+        rank.exchange.arm(NEWEST)
         with _busy(torch.accelerator.current_stream()):
             rank.give_gradients(2.0)
         rank.finish(True)
-        rank.apply(None)
+        rank.apply(rank.sums)
         return [*rank.bytes()]
 
     return _together(run)
@@ -779,12 +782,12 @@ def training_waits_for_no_member(world: World) -> Any:
         rank = Rank(world, number)
         if number:
             assert computed.wait(DEADLINE)
-        rank.exchange.arm(lambda quorum: True)
+        rank.exchange.arm(NEWEST)
         rank.give_gradients(2.0)
         torch.accelerator.current_stream().synchronize()
         computed.set()
         rank.finish(True)
-        rank.apply(None)
+        rank.apply(rank.sums)
         return rank.bytes()
 
     return _together(run)
@@ -805,13 +808,13 @@ def load_waits_for_no_member(world: World) -> Any:
             rank.step(0)
             return rank.bytes()
         assert copied.wait(DEADLINE)
-        rank.exchange.launch_empty()
+        rank.exchange.launch()
         while device._stream_of_its_own(rank.where, "exchange").query():
             time.sleep(0.001)
         rank.state.load(snapshots[0])
         loaded.set()
         rank.finish(gives=False)
-        rank.exchange.reduced()
+        rank.sums.keep()
         return rank.bytes()
 
     return _together(run)

@@ -21,8 +21,8 @@ COMMON: dict[Wait, int] = {
     ("MainThread", "group.py:gather group.py:_gather"): 1,  # the digest, which each step of the harness has
 }
 OF_NCCL: dict[Wait, int] = {
-    ("titan_ft_exchange", "exchange.py:_gather_rows exchange.py:_read"): 2,
-    ("titan_ft_exchange", "exchange.py:_agree_on_fragments exchange.py:_read"): 1,
+    ("titan_ft_exchange", "flight.py:_gather operations.py:read"): 2,
+    ("titan_ft_exchange", "flight.py:_agree_on_fragments operations.py:read"): 1,
 }
 
 

@@ -34,9 +34,9 @@ from tests.cuda.waits import find_waits
 _ROOT = Path(__file__).parents[2]
 _QUICK_SCENARIOS = ("train", "heal", "copy_beside_training")
 _QUICK_REMOVALS = (
-    "replica.exchange._Flight._send:wait_for",
-    "replica.outer.OuterModel.take_changes:synchronize",
-    "replica.snapshot.TrainState._come_behind_copy:wait_for",
+    "gradients.flight.Flight._sum_and_gather:wait_for",
+    "engine.outer.OuterModel.take_changes:synchronize",
+    "transfer.snapshot.TrainState._come_behind_copy:wait_for",
 )
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every place where titan_ft waits for a device, found in its source; and titan_ft with some of them removed.
 
-A wait is named by module, function and callee, such as `replica.exchange._Flight.join:wait_for`. Two of the same callee
+A wait is named by module, function and callee, such as `gradients.flight.Flight.join:wait_for`. Two of the same callee
 in one function have numbers. A name survives every edit that keeps the wait in its function.
 """
 
@@ -22,13 +22,15 @@ PACKAGE = Path(__file__).parents[2] / "titan_ft"
 _OF_DEVICE = ("synchronize", "record_event", "wait_for", "join_stream")
 _RAW = ("synchronize", "wait_event", "wait_stream")
 """Functions and methods of torch; `device.py` makes its functions of them."""
+_ROOMS = ("engine.", "gradients.", "membership.", "protocol.", "transfer.")
+"""Of the engine: here a `wait` without a time waits for a device, but for `_NO_DEVICE`."""
 _OF_ENGINE = ("_come_behind_copy",)
 """Methods of the engine that let the current stream wait; each call of one is a wait by itself."""
 _UNNOTICED = (
-    "replica.exchange._Flight._exchange:record_event",
-    "replica.exchange._Flight.join:record_event",
-    "replica.exchange._Flight.join:wait",
-    "replica.exchange._Flight.join:wait_for",
+    "gradients.flight.Flight._exchange:record_event",
+    "gradients.flight.Flight.join:record_event",
+    "gradients.operations.Operations.end:wait",
+    "gradients.flight.Flight.join:wait_for",
 )
 """Waits after an exchange that broke off.
 
@@ -108,7 +110,7 @@ def _is_wait(module: str, function: Sequence[str], call: ast.Call) -> bool:
         return callee.attr in _RAW
     if callee.attr in _OF_ENGINE:
         return True
-    is_of_engine = module.startswith("replica.")
+    is_of_engine = module.startswith(_ROOMS)
     return is_of_engine and callee.attr == "wait" and not call.args and owner.rpartition(".")[2] not in _NO_DEVICE
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from titan_ft.engine.catch_up import CatchUp, Fetched
-from titan_ft.protocol.decision import Update
+from titan_ft.protocol.decision import NO_SUMS, NoSums, Update
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.wire import TransferError
 
 DEADLINE = 10.0  # seconds; only ever reached by a bug
 FROM_STEP = 5
+SUMS = NoSums()  # of an update
 
 
 class HeldFetch:
@@ -51,7 +52,7 @@ def attempt(held: HeldFetch) -> CatchUp:
 
 def update(step: int, lineage: int) -> Update:
     """Return a committed update that made a state of `lineage`."""
-    return Update(step=step, tokens=1, lineage=lineage, scale=1.0, entries=[], readers=[], gradients=[])
+    return Update(step=step, tokens=1, lineage=lineage, scale=1.0, entries=[], readers=[], sums=SUMS)
 
 
 def end(held: HeldFetch, attempt: CatchUp) -> None:
@@ -206,8 +207,8 @@ def test_a_replayed_update_cannot_be_replaced(attempt: CatchUp) -> None:
         assert attempt.queue(update(step, lineage=step), base=step - 1 if step > 6 else 100)
     taken = [attempt.take(), attempt.take()]
     assert [one.step for one in taken] == [6, 7]
-    assert all(one.gradients is not None for one in taken)
-    assert attempt.updates[0].gradients is None, "what is replayed needs no memory"
+    assert all(one.sums is SUMS for one in taken)
+    assert attempt.updates[0].sums is NO_SUMS, "what is replayed needs no memory"
     assert (attempt.replayed, attempt.remaining) == (2, 1)
     assert attempt.queue(update(8, lineage=80), base=7), "the third is not replayed yet"
     assert attempt.queue(update(9, lineage=9), base=80)

@@ -20,10 +20,14 @@ from torch.distributed.tensor import DTensor
 from torchft.process_group import ProcessGroupGloo
 
 from benchmarks.links import pace
+from benchmarks.member_facts import MemberFacts, exchange_with
 from titan_ft.device import local_shard
-from titan_ft.gradients import exchange
-from titan_ft.gradients.bucket import Gradient, Sums, partition
-from titan_ft.gradients.exchange import ExchangeError, GradientExchange, Reduced, _Flight
+from titan_ft.gradients import exchange, operations
+from titan_ft.gradients.bucket import Gradient, State, partition
+from titan_ft.gradients.exchange import GradientExchange, Reduced
+from titan_ft.gradients.flight import ExchangeError
+from titan_ft.gradients.operations import Operations
+from titan_ft.gradients.sums import Sums
 from titan_ft.membership.process_group import BreakableGloo
 from titan_ft.protocol.errors import LighthouseError
 from titan_ft.protocol.member import Member, Quorum
@@ -74,6 +78,7 @@ class Seat:
 
 
 MESSAGE = bytes([0, 255, 0])
+NEWEST = 0  # updates that a member of the quorum may have for a rank's gradients to count
 
 
 class Rank:
@@ -95,6 +100,7 @@ class Rank:
         self.model = Model(seed)
         self.count = torch.zeros(2)
         self.seat = Seat(timeout_seconds)
+        self.sums: Sums  # of the last exchange
         self.exchange = GradientExchange(
             self.model.parameters(),
             self.seat,  # type: ignore[arg-type]  # stands in for it
@@ -124,9 +130,11 @@ class Rank:
 
     def finish(self, gives: bool = True, *, due: bool = True) -> Reduced:
         """Complete the exchange; the row tells rank and a number, the message is one byte longer for each rank."""
-        return self.exchange.finish(
-            gives, lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank]), due=due
+        reduced = exchange_with(
+            self.exchange, lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank]), gives, due
         )
+        self.sums = reduced.sums
+        return reduced
 
 
 class Ring:
@@ -216,12 +224,12 @@ def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> 
 
     def step(number: int) -> tuple[list[torch.Tensor | None], Reduced]:
         rank = ranks[number]
-        rank.exchange.arm(lambda _: True)
+        rank.exchange.arm(NEWEST)
         rank.backward(seed=number)
         before = rank.gradients()
         reduced = rank.finish()
         check_gradients(rank, before)  # untouched until they are written
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         return before, reduced
 
     (first, reduced), (second, _) = ring.together(lambda: step(0), lambda: step(1))
@@ -239,7 +247,7 @@ def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> No
         rank, missing = ranks[number], []
         rank.model.zero_grad()
         rank.backward(seed=9)  # of an earlier batch of this step: nothing is armed
-        rank.exchange.arm(lambda _: True)
+        rank.exchange.arm(NEWEST)
         for microbatch in range(3):
             missing.append(sum(len(bucket.missing) for bucket in rank.exchange._buckets))
             rank.backward(seed=first + microbatch)
@@ -248,7 +256,7 @@ def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> No
         unused = sum(gradient is None for gradient in before)
         assert missing == [len(before)] * 3 + [unused], "all that has a gradient is handed over, in the last backward"
         rank.finish()
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         return before
 
     for first in (10, 20):
@@ -265,7 +273,7 @@ def test_what_no_hook_tells_of_is_taken_at_the_end(ring: Ring) -> None:
 
     def step(number: int) -> list[torch.Tensor | None]:
         rank = ranks[number]
-        rank.exchange.arm(lambda _: True)
+        rank.exchange.arm(NEWEST)
         rank.backward(seed=number)
         with torch.no_grad():
             for parameter in rank.parameters:
@@ -273,7 +281,7 @@ def test_what_no_hook_tells_of_is_taken_at_the_end(ring: Ring) -> None:
                     parameter.grad += 1.0
         before = rank.gradients()
         rank.finish()
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         return before
 
     gradients = ring.together(lambda: step(0), lambda: step(1))
@@ -284,7 +292,7 @@ def test_what_no_hook_tells_of_is_taken_at_the_end(ring: Ring) -> None:
 def test_a_gradient_that_changes_behind_its_last_microbatch_ends_the_run() -> None:
     """It is on its way already: the update would be of other bytes than the gradients that stock torchtitan has."""
     rank = Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=1)
-    rank.exchange.arm(lambda _: True)
+    rank.exchange.arm(NEWEST)
     rank.backward(seed=1)
     with pytest.raises(AssertionError, match="before it was final"):
         rank.backward(seed=2)
@@ -305,7 +313,7 @@ def test_all_ranks_get_the_same_bits(ring: Ring) -> None:
         assert reduced.rows == [[float(n), 2.0**-40] for n in range(3)]
         assert reduced.messages == [b"", b"\0", b"\0\xff"]
     for rank in ranks:
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         for gradient, wanted in zip(rank.gradients(), expected, strict=True):
             if wanted is not None:
                 torch.testing.assert_close(gradient, wanted)
@@ -320,7 +328,7 @@ def test_a_rank_alone_keeps_its_gradients(ring: Ring) -> None:
     rank.backward(seed=1)
     before = rank.gradients()
     assert rank.finish().rows == [[0.0, 2.0**-40]]
-    rank.exchange.write_gradients(None, 1.0)
+    rank.sums.write(1.0)
     check_gradients(rank, before)
 
 
@@ -335,7 +343,7 @@ def test_a_rank_that_does_not_contribute_sends_zeros(ring: Ring) -> None:
     expected = giver.gradients()
     ring.together(giver.finish, lambda: taker.finish(gives=False))
     for rank in (giver, taker):
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         check_gradients(rank, expected)
 
 
@@ -345,14 +353,15 @@ def test_a_rank_that_offers_nothing_has_time_for_itself(ring: Ring) -> None:
     ring.meet(giver, taker)
     giver.backward(seed=1)
     buckets = taker.exchange._buckets
-    earlier = Sums([torch.full_like(each.flat, 2.0) for each in buckets], [[1.0] * len(each.parts) for each in buckets])
-    taker.exchange.launch_empty()
-    taker.exchange.write_gradients(earlier, 1.0)
+    flats = [torch.full_like(each.flat, 2.0) for each in buckets]
+    earlier = Sums(buckets, [[1.0] * len(each.parts) for each in buckets], taker.exchange.room, flats)
+    taker.exchange.launch()
+    earlier.write(1.0)
     assert all(gradient is not None and bool((gradient == 2.0).all()) for gradient in taker.gradients())
     expected = giver.gradients()
     ring.together(giver.finish, lambda: taker.finish(gives=False))
     for rank in (giver, taker):
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         check_gradients(rank, expected)
 
 
@@ -362,8 +371,8 @@ def test_an_exchange_is_under_way_until_the_others_give(ring: Ring) -> None:
     ring.meet(giver, taker)
     assert len(taker.exchange._buckets) == 1
     giver.backward(seed=1)
-    giver.exchange.arm(lambda quorum: True)
-    taker.exchange.launch_empty()
+    giver.exchange.arm(NEWEST)
+    taker.exchange.launch()
     time.sleep(0.2)
     assert taker.exchange.under_way
     told = ring.start(giver.finish)
@@ -374,17 +383,17 @@ def test_an_exchange_is_under_way_until_the_others_give(ring: Ring) -> None:
 
 def arm(rank: Rank) -> None:
     """Let the next backward launch the exchange."""
-    rank.exchange.arm(lambda _: True)
+    rank.exchange.arm(NEWEST)
 
 
 def send(rank: Rank) -> None:
     """Launch a whole exchange."""
-    rank.exchange.send(lambda _: True, lambda quorum: ([float(quorum.rank)], b""))
+    rank.exchange.send(NEWEST, MemberFacts(lambda quorum: ([float(quorum.rank)], b"")))
 
 
 def launch_empty(rank: Rank) -> None:
     """Launch one to which the rank gives nothing."""
-    rank.exchange.launch_empty()
+    rank.exchange.launch()
 
 
 @pytest.mark.parametrize("second", [arm, send, launch_empty])
@@ -407,7 +416,7 @@ def test_an_exchange_is_launched_once(
     second(rank)
     rank.finish()
     if second is not launch_empty:
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         check_gradients(rank, expected)
 
 
@@ -504,7 +513,7 @@ def test_who_lacks_a_sum_sends_no_row(ring: Ring) -> None:
     def tell(quorum: Quorum) -> tuple[list[float], bytes]:
         return [0.0], b""  # a message would be a second chance to notice
 
-    outcomes = [ring.start(lambda rank=rank: rank.exchange.finish(True, tell)) for rank in ranks]
+    outcomes = [ring.start(lambda rank=rank: exchange_with(rank.exchange, tell)) for rank in ranks]
     for outcome in outcomes:
         with pytest.raises(ExchangeError):
             outcome.result(DEADLINE)
@@ -521,7 +530,7 @@ def test_what_is_no_update_for_anybody_does_not_travel(ring: Ring, due: bool) ->
     told = ring.together(lambda: ranks[0].finish(due=False), lambda: ranks[1].finish(gives=False, due=due))
     assert all([row[0] for row in reduced.rows] == [0.0, 1.0] for reduced in told)
     assert (ranks[0].exchange.take_wire_bytes() > 0) == due
-    ranks[0].exchange.write_gradients(None, 1.0)
+    ranks[0].sums.write(1.0)
     given = [grad is not None for grad in own]
     assert [grad is not None for grad in ranks[0].gradients()] == (given if due else [False] * len(given))
 
@@ -532,7 +541,7 @@ def test_a_rank_without_gradients_gets_the_sum(ring: Ring) -> None:
     ring.meet(giver, taker)
     giver.backward(seed=1)
     ring.together(giver.finish, taker.finish)
-    taker.exchange.write_gradients(None, 1.0)
+    taker.sums.write(1.0)
     check_gradients(taker, giver.gradients())
 
 
@@ -541,13 +550,13 @@ def test_a_parameter_that_one_rank_uses(ring: Ring) -> None:
     ranks = [ring.rank(), ring.rank()]
     ring.meet(*ranks)
     for number, rank in enumerate(ranks):
-        rank.exchange.arm(lambda _: True)
+        rank.exchange.arm(NEWEST)
         rank.backward(seed=number, sometimes=number == 1)
     assert ranks[0].model.sometimes.weight.grad is None
     before = [rank.gradients() for rank in ranks]
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         check_gradients(rank, sums(*before))
         assert rank.model.sometimes.weight.grad is not None
 
@@ -561,7 +570,7 @@ def test_a_parameter_that_no_rank_uses_has_no_gradient(ring: Ring) -> None:
     ring.together(*[rank.finish for rank in ranks])
     ranks[0].model.sometimes.weight.grad = torch.ones_like(ranks[0].model.sometimes.weight)
     for rank in ranks:
-        rank.exchange.write_gradients(None, 0.125)
+        rank.sums.write(0.125)
         assert rank.model.sometimes.weight.grad is None
         assert rank.model.frozen.weight.grad is None
         assert rank.model.first.weight.grad is not None
@@ -577,7 +586,7 @@ def test_low_precision_gradients_are_added_in_float32(ring: Ring) -> None:
             parameter.grad = torch.full_like(parameter, 256.0 if number == 0 else 1.0)
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         assert rank.model.last.weight.grad is not None
         assert rank.model.last.weight.grad.dtype == torch.bfloat16
         assert rank.model.last.weight.grad.unique().tolist() == [260.0]
@@ -590,12 +599,12 @@ def test_scaling_and_keeping(ring: Ring) -> None:
     rank.backward(seed=1)
     before = rank.gradients()
     rank.finish()
-    kept = rank.exchange.reduced()
+    kept = rank.sums.keep()
     rank.model.zero_grad()
     rank.backward(seed=2)
     rank.finish()
-    rank.exchange.write_gradients(kept, 2.0)
-    rank.exchange.write_gradients(kept, 2.0)
+    kept.write(2.0)
+    kept.write(2.0)
     check_gradients(rank, [None if gradient is None else gradient * 2.0 for gradient in before])
 
 
@@ -609,7 +618,7 @@ def test_gradients_of_another_loss_are_scaled_once(ring: Ring, kept: bool) -> No
     rank.finish()
     ring.meet(rank)
     rank.finish()  # once more, from the same gradients
-    rank.exchange.write_gradients(rank.exchange.reduced() if kept else None, 2.0)
+    (rank.sums.keep() if kept else rank.sums).write(2.0)
     check_gradients(rank, [None if gradient is None else gradient * 0.5 for gradient in before])
 
 
@@ -642,14 +651,14 @@ def test_only_what_is_given_travels(ring: Ring, given: list[int], kept: bool) ->
     totals = only(given, sums(ranks[0].gradients(), ranks[1].gradients()))
     for rank in ranks[:2]:
         rank.exchange.give(dict.fromkeys(given, 1.0))
-    ranks[2].exchange.launch_empty()  # it knows of no fragment
+    ranks[2].exchange.launch()  # it knows of no fragment
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
-        reduced = rank.exchange.reduced()
+        reduced = rank.sums.keep()
         held = [bucket.fragment in given for bucket in rank.exchange._buckets]
         assert [each is not None for each in reduced.flats] == held
         assert set(held) == {False, True}
-        rank.exchange.write_gradients(reduced if kept else None, 1.0)
+        (reduced if kept else rank.sums).write(1.0)
         check_gradients(rank, totals)
 
 
@@ -664,7 +673,7 @@ def test_a_mean_is_by_the_weights_that_were_given(ring: Ring) -> None:
         rank.exchange.give(weights)
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
-        rank.exchange.write_gradients(None, None)
+        rank.sums.write()
         for mean, one, other in zip(rank.gradients(), first, second, strict=True):
             assert (mean is None) == (one is None)
             if mean is not None and one is not None and other is not None:
@@ -681,7 +690,7 @@ def test_givers_of_different_fragments_send_rows_only(ring: Ring) -> None:
     for rank, reduced, own in zip(ranks, told, before, strict=True):
         assert [row[0] for row in reduced.rows] == [0.0, 1.0]
         check_gradients(rank, own)
-        assert not any(each is not None for each in rank.exchange.reduced().flats)
+        assert not any(each is not None for each in rank.sums.keep().flats)
 
 
 def test_an_exchange_that_was_sent_needs_nobody_until_it_is_finished(ring: Ring) -> None:
@@ -691,7 +700,7 @@ def test_an_exchange_that_was_sent_needs_nobody_until_it_is_finished(ring: Ring)
     facts: list[Callable[[Quorum], Any]] = [lambda quorum: ([float(quorum.rank)], b"x" * quorum.rank)] * 2
     for rank, describe in zip(ranks, facts, strict=True):
         rank.exchange.give({0: 1.0})
-        rank.exchange.send(lambda _: True, describe)
+        rank.exchange.send(NEWEST, MemberFacts(describe))
         assert rank.exchange.sent
     for rank in ranks:
         assert rank.exchange._flight is not None
@@ -701,7 +710,7 @@ def test_an_exchange_that_was_sent_needs_nobody_until_it_is_finished(ring: Ring)
             parameter.grad = None
         reduced = rank.finish()
         assert (reduced.rows, reduced.messages) == ([[0.0], [1.0]], [b"", b"x"])
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         check_gradients(rank, totals)
         assert not rank.exchange.sent
 
@@ -711,14 +720,14 @@ def test_an_exchange_that_was_sent_and_broke_is_repeated(ring: Ring) -> None:
     ranks = fragmented(ring)
     totals = only([0], ranks[0].gradients())
     ranks[0].exchange.give({0: 1.0})
-    ranks[0].exchange.send(lambda _: True, lambda quorum: ([1.0], b""))
+    ranks[0].exchange.send(NEWEST, MemberFacts(lambda quorum: ([1.0], b"")))
     ranks[1].seat.process_group.abort()
     with pytest.raises(ExchangeError):
         ranks[0].finish()
     assert ranks[0].seat.num_aborts == 1
     ring.meet(ranks[0])
     ranks[0].finish()
-    ranks[0].exchange.write_gradients(None, 1.0)
+    ranks[0].sums.write(1.0)
     check_gradients(ranks[0], totals)
 
 
@@ -758,7 +767,7 @@ def exchange_all(ring: Ring, ranks: list[Rank]) -> torch.Tensor:
     ring.meet(*ranks)
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
     sums_of_all = [values_of(rank) for rank in ranks]
     for rank, own in zip(ranks, before, strict=True):
         for parameter, gradient in zip(rank.parameters, own, strict=True):
@@ -771,15 +780,15 @@ def test_quantized_sums_have_the_same_bytes_everywhere(ring: Ring) -> None:
     """In those that give, in one that heals, in what it keeps for its replay; near the sum, and no ring's rounding."""
     *givers, joiner = quantized(ring, 4)
     totals = sums(*[rank.gradients() for rank in givers])
-    joiner.exchange.launch_empty()
+    joiner.exchange.launch()
     ring.together(*[rank.finish for rank in (*givers, joiner)])
-    kept = joiner.exchange.reduced()
+    kept = joiner.sums.keep()
     for rank in givers:
-        for mine, theirs in zip(rank.exchange.reduced().flats, kept.flats, strict=True):
+        for mine, theirs in zip(rank.sums.keep().flats, kept.flats, strict=True):
             assert mine is not None
             assert theirs is not None
             assert mine.numpy().tobytes() == theirs.numpy().tobytes()
-    joiner.exchange.write_gradients(kept, 1.0)
+    kept.write(1.0)
     assert all(bucket.used.tolist() == [3.0] * len(bucket.parts) for bucket in joiner.exchange._buckets)
     for found, wanted in zip(joiner.gradients(), totals, strict=True):
         assert found is not None
@@ -827,7 +836,7 @@ def test_a_broken_quantized_exchange_is_repeated_with_the_same_bytes(ring: Ring)
         assert sent[:half] == sent[half:]
         sent.clear()
     for rank in survivors:
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         rank.model.zero_grad()
         for parameter in rank.parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -844,12 +853,12 @@ def test_what_is_left_stays_where_this_rank_gives_nothing(ring: Ring, gives: str
     sent = note_payloads(rank)
     ring.meet(rank, peer)
     ring.together(rank.finish, peer.finish)  # broke elsewhere, say
-    kept = rank.exchange.reduced()
+    kept = rank.sums.keep()
     before = rank.gradients()
     if gives == "nothing":
         ring.meet(rank, peer)
         ring.together(lambda: rank.finish(gives=False), peer.finish)
-    rank.exchange.write_gradients(None if gives == "nothing" else kept, 1.0)
+    (rank.sums if gives == "nothing" else kept).write(1.0)
     for parameter, gradient in zip(rank.parameters, before, strict=True):
         parameter.grad = gradient
     ring.meet(rank, peer)
@@ -897,7 +906,7 @@ def test_what_is_left_is_of_a_fragment(ring: Ring) -> None:
         ring.meet(*ranks)
         ring.together(*[rank.finish for rank in ranks])
         for rank in ranks:
-            rank.exchange.write_gradients(None, 1.0)
+            rank.sums.write(1.0)
         if given == 0:
             totals = totals + torch.cat([g.flatten() for g in ranks[0].gradients() if g is not None])
             exact += 2 * torch.cat([g.flatten() for g in only([0], before) if g is not None])
@@ -913,7 +922,7 @@ def test_a_quantized_gradient_that_is_not_finite_is_seen(ring: Ring) -> None:
     assert ranks[0].parameters[0].grad is not None
     ranks[0].parameters[0].grad[0, 0] = float("inf")
     assert [reduced.spoiled for reduced in ring.together(*[rank.finish for rank in ranks])] == [[True, False]] * 2
-    ranks[1].exchange.write_gradients(None, 1.0)
+    ranks[1].sums.write(1.0)
     first = ranks[1].parameters[0].grad
     assert first is not None
     assert not first.isfinite().any()
@@ -929,16 +938,16 @@ def test_sums_in_bfloat16_have_the_same_bytes_everywhere(ring: Ring) -> None:
     ring.meet(*ranks)
     for seed, rank in enumerate(givers):
         rank.count.fill_(2.0**22 + seed)
-        rank.exchange.arm(lambda _: True)
+        rank.exchange.arm(NEWEST)
         rank.backward(seed, sometimes=True)
     own = [rank.gradients() for rank in givers]
-    joiner.exchange.launch_empty()
+    joiner.exchange.launch()
     ring.together(*[rank.finish for rank in ranks])
-    kept = joiner.exchange.reduced()
-    joiner.exchange.write_gradients(kept, 1.0)
+    kept = joiner.sums.keep()
+    kept.write(1.0)
     for rank in givers:
         check_gradients(rank, own[givers.index(rank)])
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         check_gradients(rank, joiner.gradients())
     assert [rank.count.tolist() for rank in ranks] == [[3 * 2.0**22 + 3] * 2] * 4
     assert all(bucket.used.tolist() == [3.0] * len(bucket.parts) for bucket in joiner.exchange._buckets)
@@ -962,7 +971,7 @@ def test_buckets_in_bfloat16_take_half_of_the_memory(numel: int) -> None:
     exact = 4 * (5 + 3)  # the counts, and a weight for each of three parts
     assert build(torch.float32).num_bytes == 4 * (numel + 6) + exact
     in_half = build(torch.bfloat16)
-    assert in_half.num_bytes == in_half.update_bytes == 2 * (numel + numel % 2 + 6) + exact
+    assert in_half.num_bytes == in_half.room.num_bytes == 2 * (numel + numel % 2 + 6) + exact
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -974,10 +983,10 @@ def test_means_of_sums_in_bfloat16_are_rounded_once(ring: Ring, kept: bool) -> N
         rank.backward(seed)
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
-        sums = rank.exchange.reduced()
-        rank.exchange.write_gradients(None, 1.0)
+        sums, unscaled = rank.sums.keep(), rank.sums.keep()
+        unscaled.write(1.0)
         expected = [None if each is None else each * 0.3 for each in rank.gradients()]
-        rank.exchange.write_gradients(sums if kept else None, 0.3)
+        (sums if kept else rank.sums).write(0.3)
         check_gradients(rank, expected)
 
 
@@ -995,7 +1004,7 @@ def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
     ring.meet(*ranks[:2])
     ring.together(*[rank.finish for rank in ranks[:2]])
     for bucket, found, terms in zip(
-        ranks[0].exchange._buckets, *[rank.exchange.reduced().flats for rank in ranks[:2]], strict=True
+        ranks[0].exchange._buckets, *[rank.sums.keep().flats for rank in ranks[:2]], strict=True
     ):
         assert found is not None
         assert terms is not None
@@ -1004,7 +1013,7 @@ def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
     check_gradients(ranks[0], own[0])
     ring.meet(ranks[2])
     ranks[2].finish()
-    ranks[2].exchange.write_gradients(None, 1.0)
+    ranks[2].sums.write(1.0)
     check_gradients(ranks[2], [None if each is None else each.bfloat16().float() for each in own[2]])
     ring.meet(*ranks)
     assert ranks[1].parameters[-1].grad is not None
@@ -1015,21 +1024,23 @@ def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
 # Slices
 
 
-def flights(ring: Ring, number: int, timeout_seconds: float = DEADLINE) -> tuple[list[_Flight], list[BreakableGloo]]:
-    """Return flights of ranks that know each other, to make single operations in, and their process groups."""
+def meet_for_operations(
+    ring: Ring, number: int, timeout_seconds: float = DEADLINE
+) -> tuple[list[Operations], list[BreakableGloo]]:
+    """Return the operations of ranks that know each other, and their process groups."""
     ranks = [ring.rank() for _ in range(number)]
     groups = [BreakableGloo(timedelta(seconds=DEADLINE)) for _ in ranks]
     for rank, group in zip(ranks, groups, strict=True):
         rank.seat.process_group, rank.seat.timeout = group, timedelta(seconds=timeout_seconds)
     ring.meet(*ranks)
-    made = [_Flight(rank.seat, [], CPU, lambda _: True, frozenset(), 1, None, True) for rank in ranks]  # type: ignore[arg-type]
-    for flight, rank in zip(made, ranks, strict=True):
-        flight._quorum = rank.seat.wait()
-        flight._turn.held().__enter__()  # as its own thread does
+    made = [Operations(rank.seat, CPU) for rank in ranks]  # type: ignore[arg-type]  # stands in for a membership
+    for each, rank in zip(made, ranks, strict=True):
+        each.begin(rank.seat.wait())
+        each.turn.held().__enter__()  # as the exchange's thread does
     return made, groups
 
 
-OPERATIONS = {"all-gather": _Flight._all_gather, "all-to-all": _Flight._all_to_all}
+OPERATIONS = {"all-gather": Operations.all_gather, "all-to-all": Operations.all_to_all}
 
 
 def payload(operation: str, seed: int, num_members: int, columns: int) -> torch.Tensor:
@@ -1045,7 +1056,7 @@ def payload(operation: str, seed: int, num_members: int, columns: int) -> torch.
 def test_the_timeout_bounds_a_slice_and_not_a_bucket(ring: Ring, operation: str) -> None:
     """On a link that is slow, but works, what takes longer than the timeout arrives: Gloo waits for it as a whole."""
     seconds, timeout, size = 2.5, 1.0, 20 << 20  # Gloo waits for halves of it; for those of a slice, a quarter second
-    made, groups = flights(ring, 2, timeout)
+    made, groups = meet_for_operations(ring, 2, timeout)
     for link in [link for group in groups for link in group._links]:
         with borrowed_socket(*link) as connection:
             assert connection is not None
@@ -1062,7 +1073,7 @@ def test_slices_are_put_together_as_one_operation_would(
     ring: Ring, monkeypatch: pytest.MonkeyPatch, operation: str, columns: int
 ) -> None:
     """The same bytes, whether or not the size is a multiple of the slice; what is no larger than one is not cut."""
-    made, groups = flights(ring, 3)
+    made, groups = meet_for_operations(ring, 3)
     run = OPERATIONS[operation]
     given = [payload(operation, seed, 3, columns) for seed in range(3)]
     whole = ring.together(*[lambda f=f, g=g: run(f, g) for f, g in zip(made, given, strict=True)])
@@ -1075,7 +1086,7 @@ def test_slices_are_put_together_as_one_operation_would(
             return make(*arguments)
 
         monkeypatch.setattr(groups[0], name, note)
-    monkeypatch.setattr(exchange, "_SLICE_BYTES", most := given[0].numel() // columns * 96)
+    monkeypatch.setattr(operations, "_SLICE_BYTES", most := given[0].numel() // columns * 96)
     cut = ring.together(*[lambda f=f, g=g: run(f, g) for f, g in zip(made, given, strict=True)])
     assert len(sizes) == -(-columns // 96)
     assert max(sizes) <= most
@@ -1088,11 +1099,11 @@ def test_slices_are_put_together_as_one_operation_would(
 
 def test_a_gpu_gets_no_slices(ring: Ring) -> None:
     """NCCL's operations are queued, and none of them has to end in a time of its own."""
-    (flight,), _ = flights(ring, 1)
-    flight._where = torch.device("meta")
+    (single,), _ = meet_for_operations(ring, 1)
+    single._where = torch.device("meta")
     given: list[torch.Tensor] = []
-    own = torch.empty(exchange._SLICE_BYTES + 1, dtype=torch.uint8, device="meta")
-    assert flight._in_slices(lambda part: given.append(part) or part, own) is own
+    own = torch.empty(operations._SLICE_BYTES + 1, dtype=torch.uint8, device="meta")
+    assert single._in_slices(lambda part: given.append(part) or part, own) is own
     assert len(given) == 1
 
 
@@ -1148,12 +1159,11 @@ def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
     rank = ring.rank()
     rank.seat = seat
     ring.meet(rank)
-    exchange.arm(lambda _: True)
+    exchange.arm(NEWEST)
     model(torch.ones(2, 4)).sum().backward()
     assert [bucket.missing for bucket in exchange._buckets] == [set()] * 4
     before = [local_shard(parameter.grad).clone() for parameter in model.parameters()]
-    exchange.finish(True, lambda _: ([0.0], b""))
-    exchange.write_gradients(None, 3.0)
+    exchange_with(exchange, lambda _: ([0.0], b"")).sums.write(3.0)
     for parameter, gradient in zip(model.parameters(), before, strict=True):
         assert isinstance(parameter.grad, DTensor)
         assert torch.equal(local_shard(parameter.grad), gradient * 3.0)
@@ -1198,7 +1208,7 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
 
         monkeypatch.setattr(rank.seat.process_group, "allreduce", noted)
         monkeypatch.setattr(rank.seat.process_group, "alltoall_base", sent)
-        rank.exchange.arm(lambda _: True)
+        rank.exchange.arm(NEWEST)
         for parameter in rank.parameters:
             parameter.grad = torch.full_like(parameter, 1.0 + number)
     for number, rank in enumerate(ranks):
@@ -1209,7 +1219,7 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
     # First each member tells whether it knows of an update, whether it gives, and what. Each bucket carries a weight
     # per parameter besides the gradients; the rows, with the messages' sizes, and the messages come last.
     assert launched[0] == launched[1] == [6, 41, 121, 4, 10, 4, 13, 8, 2]
-    ranks[0].exchange.write_gradients(None, 1.0)
+    ranks[0].sums.write(1.0)
     assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].parameters)
 
 
@@ -1224,19 +1234,19 @@ def test_counts_are_summed_exactly_and_as_they_are(ring: Ring, bucket_bytes: int
     for number, rank in enumerate(ranks):
         rank.count.add_(torch.tensor([2.0**23 + 1, 1.0 + number]) if number < 2 else torch.tensor([0.0, 5.0]))
         rank.backward(seed=number)
-        rank.exchange.arm(lambda _: True)
+        rank.exchange.arm(NEWEST)
         # The last backward recomputes a layer, which counts once more, and finishes the gradients before that.
         rank.backward(seed=number)
         rank.count.add_(torch.tensor([-1.0, 0.0]))
     own = [rank.count.clone() for rank in ranks]
     ring.together(*[rank.finish for rank in ranks])
     assert [rank.count.tolist() for rank in ranks] == [count.tolist() for count in own], "untouched until the commit"
-    kept = ranks[2].exchange.reduced()
+    kept = ranks[2].sums.keep()
     for rank in ranks:
-        rank.exchange.write_gradients(None, 0.7)
+        rank.sums.write(0.7)
         assert rank.count.tolist() == [2.0**24 - 1, 8.0]
     ranks[2].count.zero_()
-    ranks[2].exchange.write_gradients(kept, 0.7)  # a joiner's replay
+    kept.write(0.7)  # a joiner's replay
     assert ranks[2].count.tolist() == [2.0**24 - 1, 8.0]
 
 
@@ -1254,7 +1264,7 @@ def test_counts_of_a_broken_exchange_are_summed_once(ring: Ring) -> None:
     ring.meet(*ranks[:2])
     ring.together(*[rank.finish for rank in ranks[:2]])
     for rank in ranks[:2]:
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         assert rank.count.tolist() == [11.0, 11.0]
 
 
@@ -1267,7 +1277,7 @@ def test_a_rank_that_does_not_contribute_adds_no_counts(ring: Ring) -> None:
         rank.backward(seed=number)
     ring.together(giver.finish, lambda: taker.finish(gives=False))
     for rank in (giver, taker):
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         assert rank.count.tolist() == [1.0, 1.0]
 
 
@@ -1299,7 +1309,7 @@ def test_buckets_leave_during_backward(ring: Ring, monkeypatch: pytest.MonkeyPat
     others = ring.start(peer.finish)
     seen: list[bool] = []
     rank.model.first.register_full_backward_hook(lambda *_: seen.append(launched.wait(DEADLINE)))
-    rank.exchange.arm(lambda _: True)
+    rank.exchange.arm(NEWEST)
     batch = torch.ones(5, 4, requires_grad=True)  # a hook of the first layer needs an input that learns
     rank.model(batch).backward()
     assert seen == [True]
@@ -1311,7 +1321,7 @@ def test_buckets_leave_during_backward(ring: Ring, monkeypatch: pytest.MonkeyPat
 def test_backward_does_not_wait_for_the_quorum(ring: Ring) -> None:
     """A lighthouse that takes its time holds up neither backward nor its hooks."""
     rank = ring.rank()
-    rank.exchange.arm(lambda _: True)
+    rank.exchange.arm(NEWEST)
     rank.backward(seed=1)
     assert not rank.seat.quorum.done()
     finished = ring.start(rank.finish)
@@ -1331,13 +1341,13 @@ def test_only_the_armed_backward_launches(ring: Ring) -> None:
     rank.backward(seed=2)
     assert rank.exchange._flight is None
     assert all(not bucket.flat.any() for bucket in rank.exchange._buckets)
-    rank.exchange.arm(lambda _: True)
+    rank.exchange.arm(NEWEST)
     rank.backward(seed=3)
     used = [bucket for bucket in rank.exchange._buckets if bucket.parts[0].read() is not None]
     assert [bucket.missing for bucket in used] == [set()] * 4
     before = rank.gradients()
     ring.together(rank.finish, peer.finish)
-    peer.exchange.write_gradients(None, 1.0)
+    peer.sums.write(1.0)
     check_gradients(peer, before)
     rank.model.zero_grad()
     rank.backward(seed=4)
@@ -1353,7 +1363,7 @@ def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> No
     ring.meet(*ranks)
     survivors, lost = ranks[:2], ranks[2]
     for number, rank in enumerate(survivors):
-        rank.exchange.arm(lambda _: True)
+        rank.exchange.arm(NEWEST)
         rank.backward(seed=number)
     before = [rank.gradients() for rank in survivors]
     touched = [bucket.flat for rank in survivors for bucket in rank.exchange._buckets]
@@ -1373,7 +1383,7 @@ def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> No
     ring.together(*[rank.finish for rank in survivors])
     assert all(bool((flat == 7.0).all()) for flat in touched), "what it touches is in use no more"
     for rank in survivors:
-        rank.exchange.write_gradients(None, 1.0)
+        rank.sums.write(1.0)
         check_gradients(rank, sums(*before))
 
 
@@ -1393,7 +1403,7 @@ def test_a_peer_that_hangs_costs_the_timeout(ring: Ring) -> None:
     late = torch.ones(41)
     with pytest.raises(RuntimeError):  # what the peer sends now reaches nobody
         peer.seat.process_group.allreduce([late], dist.AllreduceOptions()).wait()
-    rank.exchange.write_gradients(None, 1.0)
+    rank.sums.write(1.0)
     check_gradients(rank, expected)
 
 
@@ -1422,7 +1432,7 @@ def test_a_quorum_without_process_group_is_a_broken_exchange(ring: Ring) -> None
     rank.seat.quorum = Future()
     ring.meet(rank)
     rank.finish()
-    rank.exchange.write_gradients(None, 1.0)
+    rank.sums.write(1.0)
     check_gradients(rank, before)
 
 
@@ -1430,7 +1440,7 @@ def test_what_the_membership_says_is_no_broken_exchange(ring: Ring) -> None:
     """A dead lighthouse or a replaced group ends the run by its own error; repeating would not help."""
     rank = ring.rank()
     rank.seat.quorum.set_exception(LighthouseError("gone"))
-    rank.exchange.arm(lambda _: True)
+    rank.exchange.arm(NEWEST)
     rank.backward(seed=1)
     with pytest.raises(LighthouseError, match="gone"):
         rank.finish()
@@ -1482,3 +1492,60 @@ def test_no_thread_outlives_its_exchange(ring: Ring) -> None:
     assert not [
         thread for thread in threading.enumerate() if thread.name == "titan_ft_exchange" and thread not in others
     ]
+
+
+# Who owns what
+
+
+def test_an_update_owns_its_sums_until_the_next_exchange(ring: Ring) -> None:
+    """Sums that the next exchange overwrites would make an update of other bytes: they refuse, and a copy lasts."""
+    rank = ring.rank()
+    ring.meet(rank)
+    rank.backward(seed=1)
+    before = rank.gradients()
+    live = rank.finish().sums
+    kept = live.keep()
+    rank.exchange.launch()
+    with pytest.raises(AssertionError, match="the next exchange has begun"):
+        live.write(1.0)
+    with pytest.raises(AssertionError, match="the next exchange has begun"):
+        live.keep()
+    rank.finish()
+    kept.write(1.0)
+    check_gradients(rank, before)
+
+
+def test_a_bucket_names_the_owner_of_its_memory(ring: Ring) -> None:
+    """The training, the exchange, the update; after a broken exchange the training again."""
+    rank, peer = ring.rank(), ring.rank()
+    ring.meet(rank, peer)
+    states = lambda: {bucket.state for bucket in rank.exchange._buckets}  # noqa: E731
+    rank.exchange.arm(NEWEST)
+    assert states() == {State.FILLING}
+    rank.backward(seed=1)
+    assert states() == {State.FILLING, State.FULL}, "one layer was not used: `finish` fills its bucket"
+    peer.seat.process_group.abort()
+    with pytest.raises(ExchangeError):
+        rank.finish()
+    ring.meet(rank)
+    rank.finish()
+    assert states() == {State.SUMMED}
+    rank.sums.write(1.0)
+    assert states() == {State.APPLIED}
+    with pytest.raises(AssertionError, match="APPLIED"):
+        rank.sums.write(1.0)
+    rank.exchange.launch()
+    assert states() == {State.FULL}
+    rank.finish()
+
+
+def test_sums_of_a_broken_exchange_hold_no_memory(ring: Ring) -> None:
+    """Its buckets get other memory, and an update of before must not keep the old one: it may be gigabytes."""
+    rank, peer = ring.rank(), ring.rank()
+    ring.meet(rank)
+    live = rank.finish().sums
+    ring.meet(rank, peer)
+    peer.seat.process_group.abort()
+    with pytest.raises(ExchangeError):
+        rank.finish()
+    assert not live.flats

@@ -43,6 +43,21 @@ def value_after(step: int, base: int = 1) -> int:
     return base
 
 
+class Total:
+    """Stands in for sums that are kept: one number."""
+
+    is_kept = True
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def keep(self) -> Total:
+        raise AssertionError("these sums are kept already")
+
+    def write(self, scale: float | None = None) -> None:
+        raise AssertionError("the test applies them")
+
+
 def gradient_of(step: int) -> int:
     """Return the sum of the gradients of an update."""
     return 1000 + step
@@ -241,7 +256,7 @@ class World:
             )
         )
         entries = [] if self.idle else [Entry(slot, self.step, 1, b"") for slot in self.holders]
-        made = Round(quorum, rows, judge(rows), entries)
+        made = Round(quorum, rows, judge(rows), entries, self)
         position.observe(made)
         if self.holders and not self.idle and not made.verdict.awaited:
             self.step += 1
@@ -250,7 +265,8 @@ class World:
 
     # The exchange, the group, the state
 
-    update_bytes = 2**20
+    num_bytes = 2**20
+    is_kept = False
 
     @property
     def under_way(self) -> bool:
@@ -259,14 +275,21 @@ class World:
     def keep_on_device(self) -> int:
         return 0
 
-    def make_room(self) -> None:
+    @property
+    def room(self) -> Any:
+        return self
+
+    def prepare(self) -> None:
         self.rooms.append((self.made, self.awaited))
 
-    def drop_room(self) -> None:
+    def drop(self) -> None:
         pass
 
-    def reduced(self) -> list[torch.Tensor]:
-        return [torch.tensor(gradient_of(self.step))]
+    def keep(self) -> Total:
+        return Total(gradient_of(self.step))
+
+    def write(self, scale: float | None = None) -> None:
+        raise AssertionError("these sums are kept")
 
     def drop_residuals(self) -> None:
         self.dropped.append(self.value)
@@ -292,8 +315,8 @@ class World:
         return replace(self.early, slots=tuple(addresses))
 
     def _apply(self, update: Update) -> None:
-        assert update.gradients is not None
-        self.value = apply(self.value, int(update.gradients[0].item()))
+        assert isinstance(update.sums, Total)
+        self.value = apply(self.value, update.sums.value)
         self.applied.append(update.step)
 
     def _fetch(self, addresses: list[str], token: str, step: int, *rest: Any) -> Snapshot:
@@ -408,8 +431,8 @@ def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., Worl
     """
     world = make()
     world.broken = {2}
-    plain = world.reduced
-    world.reduced = lambda: [torch.tensor(9999)] if world.made == 1 else plain()  # type: ignore[method-assign]
+    plain = world.keep
+    world.keep = lambda: Total(9999) if world.made == 1 else plain()  # type: ignore[method-assign]
 
     def on_round(number: int) -> None:
         if number == 2:

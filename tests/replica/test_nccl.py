@@ -25,10 +25,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft import futures
 
+from benchmarks.member_facts import exchange_with
 from tests.fake_accelerator import installed
 from titan_ft import device
-from titan_ft.gradients import exchange as replica_exchange
-from titan_ft.gradients.exchange import ExchangeError, GradientExchange
+from titan_ft.gradients import operations
+from titan_ft.gradients.exchange import GradientExchange
+from titan_ft.gradients.flight import ExchangeError
 from titan_ft.membership import process_group
 from titan_ft.membership.process_group import AbortableNccl, build_process_group
 from titan_ft.membership.rendezvous import Rendezvous
@@ -391,7 +393,7 @@ def test_a_thread_that_was_left_launches_nothing_in_the_next_quorum(
 ) -> None:
     """Also if it was left before its call has reached torch: it goes on when the next communicator is in force."""
     at_launch, goes_on = threading.Event(), threading.Event()
-    threads, begin = list[threading.Thread](), replica_exchange.all_reduce
+    threads, begin = list[threading.Thread](), operations.all_reduce
 
     def begin_late(group: Any, tensor: torch.Tensor, timeout: timedelta) -> Any:
         threads.append(threading.current_thread())
@@ -402,11 +404,11 @@ def test_a_thread_that_was_left_launches_nothing_in_the_next_quorum(
     with installed(0, 1):
         nccl = Nccl()
         configure(nccl, store, "a")
-        monkeypatch.setattr(replica_exchange, "all_reduce", begin_late)
+        monkeypatch.setattr(operations, "all_reduce", begin_late)
         own = build_exchange(Seat(nccl))
         threading.Thread(target=lambda: at_launch.wait(DEADLINE) and nccl.abort(), daemon=True).start()
         with pytest.raises(ExchangeError, match="still being launched"):
-            own.finish(True, lambda quorum: ([0.0], b""))
+            exchange_with(own, lambda quorum: ([0.0], b""))
         configure(nccl, store, "b")
         of_set_up = nccl.made[1].tensor
         goes_on.set()
@@ -432,7 +434,7 @@ def test_the_time_of_an_exchange_begins_with_its_quorum() -> None:
 
         def finish() -> None:
             try:
-                exchange.finish(True, lambda quorum: ([1.0], b""))
+                exchange_with(exchange, lambda quorum: ([1.0], b""))
             except LighthouseError as error:
                 errors.append(error)
 

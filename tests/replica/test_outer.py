@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchft.process_group import ProcessGroupGloo
 
+from benchmarks.member_facts import exchange_with
 from titan_ft.config import FaultTolerance
 from titan_ft.engine.outer import OuterModel, OuterState, _num_copies, join_norm, set_lr
 from titan_ft.gradients.exchange import GradientExchange, Reduced
@@ -219,12 +220,11 @@ class Group:
             weights = {0: self.tokens / NOMINAL}
             self.outer.take_changes(weights)
             self._exchange.give(weights)
-        self._finish()
-        self._exchange.write_gradients(None, scale=None)
+        self._finish().sums.write()
         self.outer.step()
 
     def _finish(self) -> Reduced:
-        return self._exchange.finish(self.tokens > 0, lambda quorum: ([float(self.tokens)], b""))
+        return exchange_with(self._exchange, lambda quorum: ([float(self.tokens)], b""), gives=self.tokens > 0)
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:

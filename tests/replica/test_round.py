@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from titan_ft.config import FaultTolerance
-from titan_ft.engine.round import NOTHING, Contribution, GradientUse, Rounds, Sign
-from titan_ft.gradients.exchange import ExchangeError, OwnFacts, Reduced
+from titan_ft.engine.round import Rounds, Sign
+from titan_ft.gradients.exchange import Reduced
+from titan_ft.gradients.flight import ExchangeError, OwnFacts
 from titan_ft.protocol.decision import Broken, Round
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import Entry, encode
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.report import NOTHING, Contribution, GradientUse
 from titan_ft.protocol.row import Row, Standing, fold48
 from titan_ft.run.log import EventLog
 
@@ -34,7 +36,8 @@ class World:
         self.other, self.max_step = OTHER, 7
         self.slots = (0, 1)
         self.error: ExchangeError | None = None
-        self.finite, self.spoiled, self.sent = True, False, False
+        self.finite, self.sent = True, False
+        self.sums: Any = object()
         self.sibling_agrees = True
         # What the rounds did.
         self.row: Row | None = None
@@ -92,11 +95,12 @@ class World:
 
     # The exchange
 
-    came = 0.0
+    def launch(self, newest_step: int | None = None, *, due: bool = True) -> None:
+        self.contributed = newest_step is not None and self.max_step <= newest_step
+        self.due = due
 
-    def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts], *, due: bool) -> Reduced:
-        self.contributed, self.due = gives, due
-        values, self.message = describe(self.quorum)
+    def finish(self, facts: OwnFacts) -> Reduced:
+        values, self.message = facts.complete(self.quorum, self.contributed, 0.0)
         self.row = Row.decode(list(values), nonfinite=False)
         if self.error is not None:
             raise self.error
@@ -104,7 +108,7 @@ class World:
         entries = encode([Entry(1, 3, 1, b"theirs")])
         number = len(rows)
         spoiled = [not self.finite, bool(self.other.nonfinite)][:number]
-        return Reduced(self.quorum, rows, [self.message, entries][:number], spoiled)
+        return Reduced(self.quorum, rows, [self.message, entries][:number], spoiled, self.sums)
 
     # Group, state, donor, drain, watchdog
 
@@ -379,9 +383,9 @@ def test_a_sibling_s_no_counts(world: World) -> None:
 
 def test_gradients_that_are_not_finite_are_voted_down(world: World) -> None:
     """By those who gave them, and by those who only read the rows."""
-    world.finite, world.spoiled = False, True
+    world.finite = False
     assert world.rounds.make(GIVEN) == Broken("the gradients of groups [0] are not finite", spoiled=True)
-    world.finite, world.spoiled, world.other = True, False, dataclasses.replace(OTHER, nonfinite=True)
+    world.finite, world.other = True, dataclasses.replace(OTHER, nonfinite=True)
     assert world.rounds.make(GIVEN) == Broken("the gradients of groups [1] are not finite", spoiled=False)
     assert world.votes == [False, False]
     world.other = OTHER

@@ -18,15 +18,17 @@ from tests.event_builder import untyped
 from titan_ft.config import FaultTolerance
 from titan_ft.engine import heal, step
 from titan_ft.engine.heal import Heal
-from titan_ft.engine.round import NOTHING, Contribution, Rounds, Sign
+from titan_ft.engine.round import Rounds, Sign
 from titan_ft.engine.step import Committed, ReplicaDimension
-from titan_ft.gradients.exchange import ExchangeError, OwnFacts, Reduced
+from titan_ft.gradients.exchange import Reduced
+from titan_ft.gradients.flight import ExchangeError, OwnFacts
 from titan_ft.protocol import decision as decisions
 from titan_ft.protocol.decision import Round
 from titan_ft.protocol.errors import NonFiniteError
 from titan_ft.protocol.ledger import Entry, Ledger
 from titan_ft.protocol.member import Member, Process, Quorum
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.report import NOTHING, Contribution
 from titan_ft.protocol.row import fold48
 from titan_ft.run.events import Event
 from titan_ft.run.log import EventLog
@@ -126,56 +128,76 @@ class Seat:
         return []
 
 
+class Total:
+    """Stands in for sums: one number."""
+
+    is_kept = False
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def keep(self) -> Total:
+        """Copy nothing: a number lasts."""
+        return self
+
+    def write(self, scale: float | None = None) -> None:
+        """Leave it to who applies it."""
+
+
+class Room:
+    """Stands in for the memory of kept sums."""
+
+    num_bytes = 4
+
+    def keep_on_device(self) -> int:
+        """Keep none there: there is no device."""
+        return 0
+
+    def prepare(self) -> None:
+        """Take none: a number needs none."""
+
+    def drop(self) -> None:
+        """Give none back."""
+
+
 class Exchange:
     """Stands in for a GradientExchange: the gradient is one number."""
 
     def __init__(self, seat: Seat, gradient: Callable[[], float]) -> None:
         self._seat, self._gradient = seat, gradient
         self._armed: bool | None = None
+        self.room, self.drop_residuals = Room(), lambda: None
         self.contributed, self.sum = False, 0.0
-        self.spoiled = self.sent = self.under_way = False
-        self.update_bytes = 4
-        self.came = 0.0
+        self.under_way = False
 
-    def arm(self, contributes: Callable[[Quorum], bool]) -> None:
+    @property
+    def sent(self) -> bool:
+        """Say whether an exchange was launched."""
+        return self._armed is not None
+
+    def arm(self, newest_step: int) -> None:
         """Decide now, as the flight does when its quorum comes."""
-        self._armed = contributes(self._seat.wait())
+        self.launch(newest_step)
 
-    def launch_empty(self) -> None:
-        """Launch an exchange without gradients."""
-        self._armed = False
+    def launch(self, newest_step: int | None = None, *, due: bool = True) -> None:
+        """Launch an exchange, without gradients if there is no such step."""
+        self._armed = newest_step is not None and self._seat.wait().max_step <= newest_step
 
-    def finish(self, gives: bool, tell: Callable[[Quorum], OwnFacts], *, due: bool) -> Reduced:
+    def finish(self, facts: OwnFacts) -> Reduced:
         """Sum over the quorum."""
         quorum = self._seat.wait()
-        self.contributed = gives if self._armed is None else self._armed
-        self._armed = None
+        assert self._armed is not None
+        self.contributed, self._armed = self._armed, None
         if self._seat.number in self._seat.hub.broken:
             raise ExchangeError("a peer is gone")
         gradient = self._gradient() if self.contributed else 0.0
-        self.spoiled = not math.isfinite(gradient)
-        row, message = tell(quorum)
-        told = self._seat.hub.gather(self._seat.number, self._seat.slot, (gradient, list(row), message, self.spoiled))
+        row, message = facts.complete(quorum, self.contributed, 0.0)
+        own = (gradient, list(row), message, not math.isfinite(gradient))
+        told = self._seat.hub.gather(self._seat.number, self._seat.slot, own)
         gradients, rows, messages, spoiled = zip(*told, strict=True)
         self.sum = sum(gradients)
-        return Reduced(quorum, [list(row) for row in rows], list(messages), list(spoiled))
-
-    def reduced(self) -> list[torch.Tensor]:
-        """Copy the sum."""
-        return [torch.tensor(self.sum)]
-
-    def keep_on_device(self) -> int:
-        """Keep none there: there is no device."""
-        return 0
-
-    def make_room(self) -> None:
-        """Take none: a number needs none."""
-
-    def drop_room(self) -> None:
-        """Give none back."""
-
-    def drop_residuals(self) -> None:
-        """Forget nothing: nothing is rounded."""
+        sums: Any = Total(self.sum)
+        return Reduced(quorum, [list(row) for row in rows], list(messages), list(spoiled), sums)
 
 
 class Idle:
@@ -331,7 +353,7 @@ class OneGroup:
         """Heal, replaying updates as the trainer does."""
 
         def apply(update: Any) -> None:
-            self.applied.append(update.gradients[0].item() * update.scale)
+            self.applied.append(update.sums.value * update.scale)
             self.ledger.advance(update.entries, update.readers)
 
         idle: Any = self.state

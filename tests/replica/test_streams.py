@@ -24,13 +24,15 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.member_facts import exchange_with
 from tests.fake_accelerator import FakeAccelerator, LateNccl, Stream, installed, move
 from tests.replica.conftest import TinyTraining
 from titan_ft import device
 from titan_ft.engine.feed import checksum
 from titan_ft.engine.outer import OuterModel
-from titan_ft.gradients.bucket import Sums
-from titan_ft.gradients.exchange import ExchangeError, GradientExchange
+from titan_ft.gradients.exchange import GradientExchange
+from titan_ft.gradients.flight import ExchangeError
+from titan_ft.gradients.sums import Sums
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.round_settings import OuterOptimizer
 from titan_ft.transfer import host_memory
@@ -38,6 +40,7 @@ from titan_ft.transfer.snapshot import Part, Snapshot, _view
 
 DEADLINE = 30.0  # seconds; only ever reached by a bug
 NUM_MEMBERS, NUM_STEPS = 2, 4
+NEWEST, OUTDATED = 0, -1  # updates of a rank: no member of the quorum has more; a member has
 SEEDS = range(3)
 BACKENDS = ("gloo", "nccl")
 CPU = torch.device("cpu")
@@ -247,10 +250,10 @@ class _Rank:
 
     def queue(self) -> Sums:
         """Make a step as a group that heals does: it gives nothing, and keeps the sums."""
-        self.exchange.launch_empty()
-        self.exchange.make_room()
+        self.exchange.launch()
+        self.exchange.room.prepare()
         self.finish(gives=False)
-        return self.exchange.reduced()
+        return self.sums.keep()
 
     def step(self, number: int, gives: bool = True, describe: Any = None) -> Sums:
         """Make a step as the trainer does, without a wait that the engine does not have; returns the sums."""
@@ -259,28 +262,29 @@ class _Rank:
         if gives:
             tokens = torch.randint(0, 11, (4, 3), generator=torch.Generator().manual_seed(10 * number + self.rank))
             loss = training.model(tokens.to(self.where))
-            self.exchange.arm(lambda quorum: True)
+            self.exchange.arm(NEWEST)
             loss.backward()
         else:
-            self.exchange.launch_empty()
+            self.exchange.launch()
         self.finish(gives)
-        sums = self.exchange.reduced()
-        self.apply(None)
+        sums = self.sums.keep()
+        self.apply(self.sums)
         return sums
 
     def finish(self, gives: bool) -> None:
         """Complete the exchange; all that is given is finite."""
-        self.exchange.finish(gives, lambda quorum: ([1.0], b"x" * self.rank))
-        assert not self.exchange.spoiled
+        reduced = exchange_with(self.exchange, lambda quorum: ([1.0], b"x" * self.rank), gives)
+        assert not reduced.spoiled[reduced.quorum.rank]
+        self.sums = reduced.sums
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Return the model's, the last ones first."""
         return list(self.training.model.parameters())[::-1]
 
-    def apply(self, sums: Sums | None) -> None:
+    def apply(self, sums: Sums) -> None:
         """Apply an update, live or replayed."""
-        self.exchange.write_gradients(sums, self.scale)
+        sums.write(self.scale)
         self.training.optimizers.step()
         self.training.lr_schedulers.step()
 
@@ -338,7 +342,7 @@ def train_on_two_streams(world: _World) -> Any:
         streams = world.streams(rank.where, 2)
         for step in range(NUM_STEPS):
             rank.training.optimizers.zero_grad()
-            rank.exchange.arm(lambda quorum: True)
+            rank.exchange.arm(NEWEST)
             for index, parameter in enumerate(rank.parameters):
                 if number == 0 and index % NUM_STEPS == step:
                     continue  # a step that does not use it
@@ -348,7 +352,7 @@ def train_on_two_streams(world: _World) -> Any:
                         hook(parameter)
             world.join(streams)
             rank.finish(True)
-            rank.apply(None)
+            rank.apply(rank.sums)
         return rank.bytes()
 
     return _together(run)
@@ -383,7 +387,7 @@ def train_over_broken_exchanges(world: _World) -> Any:
             rank.training.optimizers.zero_grad()
             seat.before_quorum = lambda: None
             seat.process_group.breaks_at = 1 + step
-            rank.exchange.arm(functools.partial(lambda gives, quorum: gives, number == 0 or step != 2))
+            rank.exchange.arm(NEWEST if number == 0 or step != 2 else OUTDATED)
             for parameter in rank.parameters:
                 parameter.grad = parameter.detach() * (1.0 + number + step)
                 for hook in parameter._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]  # as autograd
@@ -392,7 +396,7 @@ def train_over_broken_exchanges(world: _World) -> Any:
                 rank.finish(True)
             seat.before_quorum = be_late
             rank.finish(True)
-            rank.apply(None)
+            rank.apply(rank.sums)
         return rank.bytes()
 
     return _together(run)
@@ -407,8 +411,8 @@ def train_a_bfloat16_model(world: _World) -> Any:
             for parameter in rank.parameters:
                 parameter.grad = parameter.detach() * (1.0 + number + step)
             rank.finish(True)
-            sums = rank.exchange.reduced()
-            rank.apply(None)
+            sums = rank.sums.keep()
+            rank.apply(rank.sums)
             rank.apply(sums)
         return rank.bytes()
 
@@ -504,7 +508,7 @@ def heal(world: _World, room: int = 0) -> Any:
             copied.set()
         else:
             world.leave_room(4 * numel_of(rank) * 3 + 2 * room * rank.exchange.num_bytes)
-            rank.exchange.keep_on_device()
+            rank.exchange.room.keep_on_device()
         queued = [rank.queue() if number else rank.step(step) for step in range(2)]
         if number == 1:
             assert copied.wait(DEADLINE)
@@ -513,7 +517,7 @@ def heal(world: _World, room: int = 0) -> Any:
             while queued:
                 rank.apply(queued.pop(0))
             rank.apply(rank.queue())  # while rank 0 applies it
-            rank.exchange.drop_room()
+            rank.exchange.room.drop()
         else:
             rank.step(2)
         for step in range(3, NUM_STEPS):
@@ -534,8 +538,8 @@ def queue_beside_the_next(world: _World) -> Any:
                 continue
             with world.compute_is_late(rank.where):
                 if step:
-                    kept.append(rank.exchange.reduced())
-                rank.exchange.launch_empty()
+                    kept.append(rank.sums.keep())
+                rank.exchange.launch()
                 while rank.exchange.under_way:
                     time.sleep(0.001)
             rank.finish(gives=False)
@@ -566,8 +570,8 @@ def rounds(world: _World, alpha: float = 0.0, **options: Any) -> Any:
                 training.optimizers.step()
             outer.take_changes({0: 1.0 + number})
             exchange.give({0: 1.0 + number})
-            exchange.finish(True, lambda quorum: ([0.0], b""))
-            exchange.write_gradients(exchange.reduced() if number else None, None)
+            sums = exchange_with(exchange, lambda quorum: ([0.0], b"")).sums
+            (sums.keep() if number else sums).write()
             squares = outer.step(alpha)
             found += [str(squares), *(anchor.detach().clone() for anchor in outer.anchors)]
             if step == 1:
@@ -678,9 +682,12 @@ def test_sums_go_to_the_device_as_they_are(queued: bool, backend: str) -> None:
 
         def run(number: int) -> int:
             rank, thread = _Rank(world, number, scale=0.3), threading.current_thread().name
-            sums = rank.queue() if number else rank.step(0)
+            for parameter in rank.parameters:
+                parameter.grad = parameter.detach() * 2.0
+            rank.finish(True)
+            sums = rank.sums.keep() if queued else rank.sums
             before = accelerator.pageable[thread]
-            rank.exchange.write_gradients(sums if queued else None, 0.3)
+            sums.write(0.3)
             return accelerator.pageable[thread] - before
 
         assert _together(run) == [0] * NUM_MEMBERS
@@ -759,7 +766,7 @@ def test_a_load_waits_for_no_other_group() -> None:
             rank.step(0)
             return
         assert copied.wait(DEADLINE)
-        rank.exchange.launch_empty()
+        rank.exchange.launch()
         while not accelerator.host_waits["titan_ft_exchange"]:
             time.sleep(0.001)
         rank.state.load(snapshots[0])
@@ -836,7 +843,7 @@ def test_the_next_exchange_waits_for_the_copy_of_the_last() -> None:
                     elif copies:
                         rank.queue()
                     else:
-                        rank.exchange.launch_empty()
+                        rank.exchange.launch()
                         rank.finish(gives=False)
                 return len(rank.exchange._buckets)
 
@@ -856,7 +863,7 @@ def test_backward_waits_for_no_gradient_on_its_way(backend: str, dtype: torch.dt
 
         def run(number: int) -> int:
             rank, thread = _Rank(world, number, dtype=dtype), threading.current_thread().name
-            rank.exchange.arm(lambda quorum: True)
+            rank.exchange.arm(NEWEST)
             before = accelerator.host_waits[thread]
             for parameter in rank.parameters:
                 parameter.grad = parameter.detach() * 2.0
@@ -881,9 +888,9 @@ def test_sums_stay_on_the_device_where_they_fit() -> None:
             rank = _Rank(world, number)
             needed = 4 * numel_of(rank) * 3  # its gradients, and Adam's moments
             world.leave_room(needed - 1)
-            assert rank.exchange.keep_on_device() == 0
+            assert rank.exchange.room.keep_on_device() == 0
             world.leave_room(needed + 5 * rank.exchange.num_bytes)
-            assert rank.exchange.keep_on_device() == 2
+            assert rank.exchange.room.keep_on_device() == 2
             queued = [rank.queue() if number else rank.step(step) for step in range(4)]
             found = [kind(sums) for sums in queued]
             before = accelerator.host_waits[threading.current_thread().name]
@@ -891,7 +898,7 @@ def test_sums_stay_on_the_device_where_they_fit() -> None:
                 rank.apply(queued.pop(0))
             assert accelerator.host_waits[threading.current_thread().name] == before, "the weights are known"
             found.append(kind(rank.queue() if number else rank.step(4)))
-            rank.exchange.drop_room()
+            rank.exchange.room.drop()
             found.append(kind(rank.queue() if number else rank.step(5)))
             return found
 
@@ -904,7 +911,7 @@ def test_sums_go_to_host_memory_when_the_device_has_no_room_after_all(monkeypatc
     empty_like = torch.empty_like
 
     def refuse(like: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if sys._getframe(1).f_code.co_name in ("_room_on_device", "<listcomp>"):
+        if sys._getframe(1).f_code.co_name in ("_allocate_on_device", "<listcomp>"):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return empty_like(like, *args, **kwargs)
 
@@ -914,7 +921,7 @@ def test_sums_go_to_host_memory_when_the_device_has_no_room_after_all(monkeypatc
         def run(number: int) -> set[str]:
             rank = _Rank(world, number)
             world.leave_room(100 * rank.exchange.num_bytes)
-            assert rank.exchange.keep_on_device() > 1
+            assert rank.exchange.room.keep_on_device() > 1
             sums = rank.queue() if number else rank.step(0)
             rank.apply(sums)
             return {flat.device.type for flat in sums.flats if flat is not None}
@@ -933,13 +940,13 @@ def test_a_step_waits_for_the_device_as_rarely_as_it_must(bucket_bytes: int) -> 
             rank, thread = _Rank(world, number, bucket_bytes=bucket_bytes), threading.current_thread().name
             before = accelerator.host_waits[thread]
             for _ in range(NUM_STEPS):
-                rank.exchange.arm(lambda quorum: True)
+                rank.exchange.arm(NEWEST)
                 for parameter in rank.parameters:
                     parameter.grad = parameter.detach() * 2.0
                     for hook in parameter._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]
                         hook(parameter)
                 rank.finish(True)
-                rank.exchange.write_gradients(None, 0.5)
+                rank.sums.write(0.5)
             return accelerator.host_waits[thread] - before
 
         assert _together(run) == [0] * NUM_MEMBERS

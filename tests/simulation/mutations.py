@@ -32,11 +32,15 @@ from titan_ft.engine import catch_up, drain, feed, heal, outer, step, watchdog
 from titan_ft.engine import round as rounds
 from titan_ft.gradients import exchange, quantize
 from titan_ft.gradients.bucket import Bucket
+from titan_ft.gradients.flight import Flight
+from titan_ft.gradients.operations import Operations
+from titan_ft.gradients.sums import Sums
 from titan_ft.membership import group, group_store, membership, partition, pulse, rank_watch
 from titan_ft.membership.agreement import Agreement
 from titan_ft.protocol import decision, member
 from titan_ft.protocol.errors import GaveUpError
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.report import Report
 from titan_ft.run.events import DataOpened
 from titan_ft.training import checkpoint_choice
 
@@ -244,7 +248,7 @@ def one_ahead_makes_all_heal(patch: Patch) -> None:
         return max(rows[rank].step for rank in claims or range(len(rows)))
 
     substitute(patch, decision, "_find_step", find_step)
-    substitute(patch, rounds.Rounds, "_is_outdated", lambda self, quorum: quorum.max_step > self._position.step)
+    substitute(patch, Position, "newest_step", lambda self: self.step)
 
 
 @mutation(kinds=("lost",), promises=("liveness",))
@@ -288,23 +292,14 @@ def load_keeps_digest(patch: Patch) -> None:
 def stale_gradient_is_added(patch: Patch) -> None:
     """A group that is behind adds its stale gradient."""
 
-    def arm(former: Callable[..., None], self: Any, contributes: Any) -> None:
-        former(self, lambda quorum: True)
+    def launch(former: Callable[..., Any], self: Any, newest_step: int | None, **options: Any) -> Any:
+        return former(self, None if newest_step is None else 2**62, **options)
 
-    def exchange_once(
-        former: Callable[..., Any], self: Any, gives: bool, contribution: rounds.Contribution, use: rounds.GradientUse
-    ) -> Any:
-        return former(self, use.gives and not contribution.empty, contribution, use)
+    def complete(former: Callable[..., Any], self: Report, quorum: Any, gave: bool, came: float) -> Any:
+        return former(self, quorum, gave and quorum.max_step <= self.newest_step, came)
 
-    def describe(
-        former: Callable[..., Any], self: Any, quorum: Any, contribution: rounds.Contribution, use: rounds.GradientUse
-    ) -> Any:
-        claims = self._position.standing.has_state and not self._is_outdated(quorum)
-        return former(self, quorum, contribution if claims else rounds.NOTHING, use)
-
-    around(patch, exchange.GradientExchange, "arm", arm)
-    around(patch, rounds.Rounds, "_exchange_once", exchange_once)
-    around(patch, rounds.Rounds, "_describe", describe)
+    around(patch, exchange.GradientExchange, "_launch", launch)
+    around(patch, Report, "complete", complete)
 
 
 @mutation(kinds=("flip", "freeze", "tail"), promises=("exact average", "one trajectory", "no work lost"))
@@ -336,7 +331,7 @@ def nan_in_last_bucket_only(patch: Patch) -> None:
 @mutation(kinds=("kill",), promises=("exact average", "one trajectory", "no state given up"))
 def nccl_not_asked(patch: Patch) -> None:
     """The exchange ignores an error that NCCL reports only when it is asked."""
-    substitute(patch, exchange._Flight, "_raise_errored", lambda self: None)
+    substitute(patch, Operations, "_raise_errored", lambda self: None)
 
 
 @mutation(kinds=("none",), promises=("exact average",))
@@ -415,8 +410,10 @@ def outsider_does_not_leave(patch: Patch) -> None:
 def each_rank_leaves_gradients_out(patch: Patch) -> None:
     """Each rank leaves its gradients out, or not, for itself."""
 
-    def break_(former: Callable[..., decision.Broken], self: Any, *args: Any) -> decision.Broken:
-        return replace(former(self, *args), spoiled=self._exchange.spoiled)
+    def break_(
+        former: Callable[..., decision.Broken], self: Any, error: str, is_spoiled: bool, *args: Any
+    ) -> decision.Broken:
+        return replace(former(self, error, is_spoiled, *args), spoiled=is_spoiled)
 
     around(patch, rounds.Rounds, "_break", break_)
 
@@ -494,10 +491,10 @@ def broken_count_is_believed(patch: Patch) -> None:
     """The exchange believes a count of givers that has broken."""
 
     def agree(former: Callable[..., Any], self: Any) -> Any:
-        with lent(self, _raise_errored=lambda: None):
+        with lent(self._operations, _raise_errored=lambda: None):
             return former(self)
 
-    around(patch, exchange._Flight, "_agree_on_fragments", agree)
+    around(patch, Flight, "_agree_on_fragments", agree)
 
 
 @mutation(kinds=("none",), promises=("no idle traffic",))
@@ -508,7 +505,7 @@ def empty_rounds_send_gradients(patch: Patch) -> None:
         former(self)
         return frozenset(range(self._num_fragments))
 
-    around(patch, exchange._Flight, "_agree_on_fragments", agree)
+    around(patch, Flight, "_agree_on_fragments", agree)
 
 
 @mutation(kinds=("shape",), promises=("one trajectory",))
@@ -622,9 +619,9 @@ def others_halves_ignored(patch: Patch) -> None:
         own = bucket.values.clone()
         former(self, bucket)
         if bucket.halves:
-            bucket.values.copy_(own.mul_(len(self._quorum.members)))
+            bucket.values.copy_(own.mul_(self._operations.num_members))
 
-    around(patch, exchange._Flight, "_sum", add_up)
+    around(patch, Flight, "_sum", add_up)
 
 
 @mutation(kinds=("kill", "many"), promises=("every batch once",))
@@ -708,8 +705,8 @@ def change_without_tokens(patch: Patch) -> None:
 def mean_by_number_of_groups(patch: Patch) -> None:
     """A fragment's mean is by the number of groups."""
 
-    def fill(former: Callable[..., bool], self: Bucket, indices: Any, weight: float) -> bool:
-        return former(self, indices, 1.0)
+    def fill(former: Callable[..., None], self: Bucket, indices: Any, weight: float) -> None:
+        former(self, indices, 1.0)
 
     around(patch, Bucket, "fill", fill)
 
@@ -718,12 +715,13 @@ def mean_by_number_of_groups(patch: Patch) -> None:
 def resting_fragments_are_updated(patch: Patch) -> None:
     """Fragments that are not exchanged are updated by the former content of their buckets."""
 
-    def write(former: Callable[..., None], self: Any, kept: Any, scale: Any) -> None:
-        weights = [used or [1.0] * len(bucket.parts) for used, bucket in zip(self._used, self._buckets, strict=True)]
-        with lent(self, _used=weights):
-            former(self, kept, scale)
+    def write(former: Callable[..., None], self: Sums, scale: float | None = None) -> None:
+        former(self, scale)
+        for bucket, flat in zip(self._buckets, self.flats, strict=True):
+            if flat is None:
+                bucket.write(bucket.flat, [1.0] * len(bucket.parts), scale)
 
-    around(patch, exchange.GradientExchange, "write_gradients", write)
+    around(patch, Sums, "write", write)
 
 
 @mutation(kinds=("none",), promises=("one trajectory",), mode="semi")
@@ -761,11 +759,11 @@ def own_order_of_8_bit_sums(patch: Patch) -> None:
         if bucket.residual is None:
             former(self, bucket)
             return
-        gather = self._all_gather
-        with lent(self, _all_gather=lambda own: gather(own).roll(-self._quorum.rank, 0)):
+        operations, gather = self._operations, self._operations.all_gather
+        with lent(operations, all_gather=lambda own: gather(own).roll(-operations.quorum.rank, 0)):
             former(self, bucket)
 
-    around(patch, exchange._Flight, "_sum", add_up)
+    around(patch, Flight, "_sum", add_up)
 
 
 @mutation(kinds=("none",), promises=("exact average",), mode="semi")

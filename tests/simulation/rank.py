@@ -27,10 +27,10 @@ from titan_ft.engine.donor import Donor
 from titan_ft.engine.drain import Drain
 from titan_ft.engine.feed import Feed, Reading
 from titan_ft.engine.heal import Heal
-from titan_ft.engine.round import NOTHING, Contribution, Rounds
+from titan_ft.engine.round import Rounds
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.watchdog import Watchdog, end_process
-from titan_ft.gradients.exchange import GradientExchange, OwnFacts, Reduced
+from titan_ft.gradients.exchange import GradientExchange, Reduced
 from titan_ft.membership.group import Group
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.rank_watch import RankWatch
@@ -39,6 +39,7 @@ from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.member import Quorum
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.report import NOTHING, Contribution, Report
 from titan_ft.round_settings import quantizes
 from titan_ft.run.events import DataOpened, Drained, Event, Hung, RankSilent
 from titan_ft.training.checkpoint_choice import (
@@ -89,6 +90,19 @@ class _WatchedDonor(Donor):
         self._rank.world.made_round(self._rank, made)
         self._rank.judge_waits(made)
         super().serve(made, position, donors)
+
+
+@dataclass(frozen=True)
+class _NotedFacts:
+    """Facts of a rank; calls `note` when they are sent, so only if the sums are there."""
+
+    facts: Report
+    note: Callable[[Quorum], None]
+
+    def complete(self, quorum: Quorum, gave: bool, came: float) -> tuple[Sequence[float], bytes]:
+        """Note it, and return row and message."""
+        self.note(quorum)
+        return self.facts.complete(quorum, gave, came)
 
 
 @dataclass(frozen=True)
@@ -393,15 +407,14 @@ class Rank:
             self._began = kernel.now
             return make(*args, **kwargs)
 
-        def watched_finish(gives: bool, describe: Callable[[Quorum], OwnFacts], *, due: bool = True) -> Reduced:
+        def watched_finish(facts: Report) -> Reduced:
             came, began = kernel.now, self._began
 
-            def watched_describe(quorum: Quorum) -> OwnFacts:
+            def note(quorum: Quorum) -> None:
                 asked, ready = ((at - self.process.clock) / self.process.rate for at in (quorum.asked, quorum.ready))
                 world.waits.comes(self, quorum.key, Arrival(began, asked, max(came, ready), self.joins(quorum)))
-                return describe(quorum)
 
-            return finish(gives, watched_describe, due=due)
+            return finish(_NotedFacts(facts, note))
 
         vars(exchange)["finish"], vars(rounds)["make"] = watched_finish, watched_make
 
@@ -486,7 +499,7 @@ class Rank:
     @property
     def update_bytes(self) -> int:
         """Return what a queued update takes."""
-        return self._exchange.update_bytes
+        return self._exchange.room.num_bytes
 
     @property
     def queued(self) -> int:
@@ -557,7 +570,7 @@ class Rank:
         self._know(update, self.held[1], None)
         self._watchdog.beat()
         world.kernel.sleep(options.apply_seconds)
-        self._exchange.write_gradients(update.gradients, update.scale)
+        update.sums.write(update.scale)
         if update.step != self.state.progress.steps + 1:
             world.report("counters", f"{self.process.name} applies update {update.step} to a state of {self.held[0]}")
         share = len(update.slots) / options.groups

@@ -24,11 +24,12 @@ from titan_ft.config import FaultTolerance
 from titan_ft.engine.drain import OWN_SHARE, WAITING_SHARE
 from titan_ft.engine.feed import Reading, merge
 from titan_ft.engine.outer import OuterModel, OuterState, join_norm, set_lr
-from titan_ft.engine.round import NOTHING, Contribution, Sign
+from titan_ft.engine.round import Sign
 from titan_ft.engine.step import Opening
 from titan_ft.protocol.decision import Update
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import Ledger
+from titan_ft.protocol.report import NOTHING, Contribution
 from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes, steps_per_round
 from titan_ft.transfer.snapshot import Snapshot
 
@@ -339,7 +340,7 @@ class RoundRank(Rank):
         self._know(update, self.held[1], None)
         self._watchdog.beat()
         world.kernel.sleep(world.options.apply_seconds)
-        self._exchange.write_gradients(update.gradients, scale=None)
+        update.sums.write()
         if update.step != state.progress.steps + 1:
             world.report("counters", f"{self.process.name} applies update {update.step} to a state of {self.held[0]}")
         exchanged, is_last = self._fragments_of(update.step), self._steps_of(update.step) >= self._last_step

@@ -23,6 +23,7 @@ import torch.distributed as dist  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers  # noqa: E402
 from torchtitan.models.llama3 import Transformer, llama3_args  # noqa: E402
 
+from benchmarks.member_facts import exchange_with  # noqa: E402
 from titan_ft.gradients.exchange import GradientExchange  # noqa: E402
 from titan_ft.training.sizes import measure  # noqa: E402
 from titan_ft.transfer.snapshot import TrainState  # noqa: E402
@@ -71,7 +72,7 @@ def test_a_rank_holds_and_moves_what_was_predicted() -> None:
     optimizers = build_optimizers([model], config.optimizer, None)
     tokens = torch.zeros((1, 8), dtype=torch.long)
     model(tokens).sum().backward()
-    exchange.finish(True, lambda quorum: ([0.0], b""))
+    exchange_with(exchange, lambda quorum: ([0.0], b""))
     optimizers.step()
 
     def held(tensors: Any) -> int:

@@ -9,7 +9,6 @@ exchanges with zeros and keeps their sums. When the state is there, the same upd
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import threading
 import time
@@ -130,9 +129,9 @@ class CatchUp:
         return len(self.updates) - self.replayed
 
     def take(self) -> Update:
-        """Return the next update to replay; its gradients are dropped from the queue."""
+        """Return the next update to replay; the queue drops its sums."""
         update = self.updates[self.replayed]
-        self.updates[self.replayed] = dataclasses.replace(update, gradients=None)
+        self.updates[self.replayed] = update.applied()
         self.replayed += 1
         return update
 

@@ -138,7 +138,7 @@ class Heal:
                 attempt = self._attempt
             if attempt is not None and (others_compute or self._is_worth_a_wait(attempt)):
                 if not self._position.awaited:
-                    self._exchange.make_room()
+                    self._exchange.room.prepare()
                 until = began + self._spare_seconds()
                 self._await_state(attempt, until)
                 self._replay_some(attempt, until)
@@ -151,7 +151,7 @@ class Heal:
             if self._attempt is not None and not self._is_about_to_miss(outcome):
                 self._conclude(self._attempt)
         attempt = None  # its memory can only be let go of with the rest if nothing refers to it
-        self._exchange.drop_room()
+        self._exchange.room.drop()
         self._rounds.begin()
         self._rounds.ask()
         return time.monotonic() - started
@@ -175,8 +175,8 @@ class Heal:
     def _agree_on_queue(self) -> int:
         """Return how many updates this group may queue: as many as the rank with the least room, whatever each sees."""
         exchange = self._exchange
-        on_device = exchange.keep_on_device()
-        own = most_updates(self._config, free_bytes(), self._ranks_on_host, exchange.update_bytes, on_device)
+        on_device = exchange.room.keep_on_device()
+        own = most_updates(self._config, free_bytes(), self._ranks_on_host, exchange.room.num_bytes, on_device)
         return min(self._group.gather(own))
 
     def await_offer(self, beyond: int) -> bool:
@@ -268,7 +268,7 @@ class Heal:
         self.ended_on_update = False
         self._attempt = self._begin(offer, lambda: self._find_addresses(offer.slots))
         if not self._config.semi_sync_method:
-            self._exchange.make_room()  # now: behind the quorum they would wait for it
+            self._exchange.room.prepare()  # now: behind the quorum they would wait for it
 
     def _find_addresses(self, slots: Sequence[int]) -> list[str]:
         try:
@@ -373,7 +373,7 @@ class Heal:
 
     def _queue(self, attempt: CatchUp, made: Round) -> None:
         """Keep the round's update for the replay."""
-        update = made.update(self._nominal_tokens, self._exchange.reduced())
+        update = made.update(self._nominal_tokens).kept()
         if not attempt.queue(update, made.lineage):
             self._fail(attempt, f"missed an update before {unit_of(self._config)} {update.step}")
         elif attempt.whole:
@@ -438,7 +438,7 @@ class Heal:
 
     def _end_queue(self, attempt: CatchUp) -> None:
         """Fetch a newer state if all ranks would have it in time, once in a heal; else let the others wait."""
-        size = len(attempt.updates) * self._exchange.update_bytes / 2**20
+        size = len(attempt.updates) * self._exchange.room.num_bytes / 2**20
         reason = (
             f"{len(attempt.updates)} updates ({size:,.1f} MiB on this rank) are queued, all that "
             f"{self._queue_bound()} allows, and the state is not there yet"

@@ -14,22 +14,23 @@ import logging
 import math
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
 from titan_ft.engine.donor import Donor
 from titan_ft.engine.drain import Drain
 from titan_ft.engine.waits import WaitLog
 from titan_ft.engine.watchdog import Watchdog
-from titan_ft.gradients.exchange import ExchangeError, GradientExchange, OwnFacts, Reduced
+from titan_ft.gradients.exchange import GradientExchange, Reduced
+from titan_ft.gradients.flight import ExchangeError
 from titan_ft.membership.group import Group
 from titan_ft.membership.membership import Membership
 from titan_ft.protocol.decision import Broken, Round, find_donors, judge, may_leave, spoiled
 from titan_ft.protocol.errors import Leaving
-from titan_ft.protocol.ledger import Entry, decode, encode
+from titan_ft.protocol.ledger import decode
 from titan_ft.protocol.member import Member, Process, Quorum
 from titan_ft.protocol.position import Position
-from titan_ft.protocol.row import Row, Standing, Why, fold48
+from titan_ft.protocol.report import NOTHING, Contribution, GradientUse, Report
+from titan_ft.protocol.row import Row, Why, fold48
 from titan_ft.round_settings import unit_of
 from titan_ft.run.events import DigestMismatch, ExchangeFailed
 from titan_ft.run.log import EventLog
@@ -39,67 +40,6 @@ from titan_ft.transfer.snapshot import TrainState
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.1  # between rounds in which a group can only wait for others
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """What this rank adds to the step besides gradients.
-
-    Attributes:
-        valid_tokens, tokens: of the whole group; see `Row`.
-        loss: the group's loss sum / nominal tokens of a step of all groups.
-        max_loss: largest mean loss of one of the group's ranks.
-        seconds: that the group's slowest rank spent on it.
-        entries: the batches that it was made of, as this rank read them.
-        early: whether it would rather make more steps of the round, with a semi-synchronous method.
-        changed: whether there are gradients though none of these batches made them.
-        doing: what the group spent most of the time on until they were there.
-    """
-
-    valid_tokens: int = 0
-    tokens: int = 0
-    loss: float = 0.0
-    max_loss: float = 0.0
-    seconds: float = 0.0
-    entries: tuple[Entry, ...] = ()
-    early: bool = False
-    changed: bool = False
-    doing: Why = Why.COMPUTING
-
-    @property
-    def empty(self) -> bool:
-        """Say whether nothing was trained: what gradients there are, are others'."""
-        return not (self.entries or self.tokens or self.changed)
-
-    def plus(self, other: Contribution) -> Contribution:
-        """Add what further microbatches contribute."""
-        return Contribution(
-            valid_tokens=self.valid_tokens + other.valid_tokens,
-            tokens=self.tokens + other.tokens,
-            loss=self.loss + other.loss,
-            max_loss=max(self.max_loss, other.max_loss),
-            seconds=self.seconds + other.seconds,
-            entries=self.entries + other.entries,
-            doing=self.doing,
-        )
-
-
-NOTHING = Contribution()
-
-
-class GradientUse(enum.Enum):
-    """What a group does with the gradients that it has computed. Equal on all its ranks."""
-
-    GIVE = enum.auto()
-    REST = enum.auto()  # keeps them back: the step cannot be committed now
-    LEAVE_OUT = enum.auto()  # they are not finite
-    FORCE = enum.auto()  # gives them although they are not finite, because nobody has others
-    OPEN = enum.auto()  # has none yet: the round is for those that missed the update before it
-
-    @property
-    def gives(self) -> bool:
-        """Whether they go into the exchange."""
-        return self in (GradientUse.GIVE, GradientUse.FORCE)
 
 
 class Sign(enum.IntFlag):
@@ -134,7 +74,6 @@ class Rounds:
         self._met: frozenset[Member] = frozenset()  # members of the last round that worked
         self._asked_for = False  # whether one of them asked for a donor
         self.waits = WaitLog()
-        self._began = math.inf  # when `make` did, unless the exchange was under way
 
     def ask(self) -> None:
         """Ask for the next round's quorum, unless it is asked for."""
@@ -235,7 +174,7 @@ class Rounds:
     def launch(self) -> None:
         """Let the next backward launch the exchange of the next round; call it before the step's last backward."""
         self.ask()
-        self._exchange.arm(lambda quorum: not self._is_outdated(quorum))
+        self._exchange.arm(self._position.newest_step)
 
     def send(self, contribution: Contribution) -> None:
         """Launch the next round's exchange with all that this group gives to it; returns at once.
@@ -246,11 +185,7 @@ class Rounds:
         if self._compares_changes(contribution):
             self.take_digest()
         self._donor.end_offer()
-        self._began = math.inf
-        self._exchange.send(
-            lambda quorum: not self._is_outdated(quorum),
-            lambda quorum: self._describe(quorum, contribution, GradientUse.GIVE),
-        )
+        self._exchange.send(self._position.newest_step, self._report(contribution, GradientUse.GIVE, math.inf))
 
     def launch_empty(self) -> None:
         """Launch the exchange of the next round without gradients; returns at once, and `make` completes it.
@@ -259,7 +194,7 @@ class Rounds:
         """
         if not self._position.leaving:
             self.ask()
-            self._exchange.launch_empty()
+            self._exchange.launch()
 
     def make(self, contribution: Contribution = NOTHING, use: GradientUse = GradientUse.GIVE) -> Round | Broken:
         """Make one round. The position then has taken it in, and a joiner that it sends here finds a copy of the state.
@@ -272,7 +207,7 @@ class Rounds:
         with self._watchdog.paused():
             self.ask()
             started = time.monotonic()
-            self._began = math.inf if self._exchange.sent else started
+            began = math.inf if self._exchange.sent else started
             if self._compares_changes(contribution) and not self._exchange.sent:
                 self.take_digest()
             elif use is GradientUse.OPEN and self._config.digest_every and not self._position.digest:
@@ -281,12 +216,15 @@ class Rounds:
             ends = use.gives and not contribution.empty and not contribution.early
             if not (self._config.semi_sync_method and ends):
                 self._digest_for_joiners(quorum)  # else in the round behind it: nobody need replay this one
-            gives = use.gives and not contribution.empty and not self._is_outdated(quorum)
-            made, error = self._exchange_once(gives, contribution, use)
+            if not self._exchange.sent:
+                gives = use.gives and not contribution.empty
+                due = not contribution.early and use is not GradientUse.OPEN
+                self._exchange.launch(self._position.newest_step if gives else None, due=due)
+            made, error, is_spoiled = self._exchange_once(self._report(contribution, use, began))
             self.waits.start_wait(quorum.asked if use is GradientUse.OPEN else started)
             if not self._vote(made):
                 error = error or "broke on another rank of this group"
-                return self._break(error, started, quorum)
+                return self._break(error, is_spoiled, started, quorum)
         assert made is not None, "the vote passed with this rank's no"
         self.waits.note_success(made.rows, quorum.rank, quorum.answered, quorum.processes, self._position.left)
         self._met, self._asked_for = frozenset(quorum.members), made.asked_for
@@ -342,22 +280,22 @@ class Rounds:
         if joiners and self._position.standing.has_state:
             self.take_digest()
 
-    def _exchange_once(self, gives: bool, contribution: Contribution, use: GradientUse) -> tuple[Round | None, str]:
-        """Make the exchange; returns the round, or why its sums are not to be used."""
+    def _exchange_once(self, report: Report) -> tuple[Round | None, str, bool]:
+        """Complete the exchange.
+
+        Returns:
+            The round, or why its sums are not to be used; and whether this rank gave gradients that are not finite.
+        """
         try:
-            reduced = self._exchange.finish(
-                gives,
-                lambda quorum: self._describe(quorum, contribution, use),
-                due=not contribution.early and use is not GradientUse.OPEN,
-            )
+            reduced = self._exchange.finish(report)
         except ExchangeError as error:
-            return None, str(error)
-        made = _read(reduced)
+            return None, str(error), False
+        made, is_spoiled = _read(reduced), reduced.spoiled[reduced.quorum.rank]
         # The members read the same rows, so that each votes no by itself: a NaN in the weights of one group is bad
         # enough, one sum carries it into all.
         if slots := spoiled(made.rows):
-            return None, f"the gradients of groups {slots} are not finite"
-        return made, ""
+            return None, f"the gradients of groups {slots} are not finite", is_spoiled
+        return made, "", is_spoiled
 
     def _vote(self, made: Round | None) -> bool:
         """Say whether the round worked on all ranks of this group, and note whether the group leaves.
@@ -379,63 +317,38 @@ class Rounds:
         # break until its time is nearly over.
         return self._drain.is_urgent or not self._position.standing.has_state
 
-    def _break(self, error: str, started: float, quorum: Quorum) -> Broken:
+    def _break(self, error: str, is_spoiled: bool, started: float, quorum: Quorum) -> Broken:
         step, seconds = self._position.step, time.monotonic() - started
         self.waits.note_broken(quorum.processes, started + seconds)
         logger.warning("the exchange after %s %d broke: %s", unit_of(self._config), step, error)
         self._events.emit(ExchangeFailed(error=error, seconds=seconds, step=step))
         self._position.broke()
-        return Broken(error, spoiled=any(self._group.gather(int(self._exchange.spoiled))))
+        return Broken(error, spoiled=any(self._group.gather(int(is_spoiled))))
 
-    def _is_outdated(self, quorum: Quorum) -> bool:
-        """Say whether this group's claim to the job's state is void, by the steps that the others report.
+    def _report(self, contribution: Contribution, use: GradientUse, began: float) -> Report:
+        """Return this group's report to the next round, which holds until the position changes.
 
-        One update more may be that of a group whose exchange was complete when it broke for the rest: the rows settle
-        who goes back.
+        Args:
+            began: see `Report`.
         """
-        return quorum.max_step > self._position.step + (1 if self._position.training else 0)
-
-    def _describe(self, quorum: Quorum, contribution: Contribution, use: GradientUse) -> OwnFacts:
-        position, given = self._position, self._exchange.contributed
-        claims = position.standing.has_state and not self._is_outdated(quorum)
-        resting = claims and use is GradientUse.REST and not contribution.empty
-        facts = contribution if given or resting else NOTHING
-        came = max(quorum.ready, quorum.asked if use is GradientUse.OPEN else self._exchange.came)
-        row = Row(
+        position = self._position
+        facts = Row(
             slot=self._config.replica_id,
-            standing=Standing.BEHIND if position.standing.has_state and not claims else position.standing,
+            standing=position.standing,
             step=position.claim,
             seen=max(position.seen, position.claim),
             lineage=position.lineage,
             digest=position.digest,
-            valid_tokens=facts.valid_tokens,
-            tokens=facts.tokens,
-            loss=facts.loss,
-            max_loss=facts.max_loss,
             heals=position.heals,
             donor=position.donor,
             from_step=position.from_step,
             waited=position.waited,
             awaited=position.awaited,
-            seconds=facts.seconds,
             saved=position.saved,
-            leaving=self._drain.requested,
-            forced=use is GradientUse.FORCE,
-            excluded=use is GradientUse.LEAVE_OUT,
-            resting=resting,
-            training=position.training and claims,
-            opening=claims and use is GradientUse.OPEN,
-            early=claims and contribution.early,
-            asked=quorum.answered - quorum.asked,
-            came=came - quorum.answered,
-            connecting=quorum.answered < quorum.ready and min(self._began, came) < quorum.ready,
-            doing=contribution.doing if claims and position.training else self._find_joining(),
+            training=position.training,
         )
-        return row.encode(), encode(facts.entries)
-
-    def _find_joining(self) -> Why:
-        """Return how a group that lacks the state, or has yet to begin, keeps the others waiting."""
-        return Why.ASKED if self._position.awaited else Why.CATCHING_UP
+        joining = Why.ASKED if position.awaited else Why.CATCHING_UP
+        return Report(facts, contribution, use, position.newest_step, began, joining, self._drain)
 
     def _report_mismatch(self, made: Round) -> None:
         claims = [row for row in made.rows if row.has_state]
@@ -458,4 +371,5 @@ def _read(reduced: Reduced) -> Round:
     entries = [decode(message) for message in reduced.messages]
     verdict = judge(rows, [[entry.slot for entry in own] for own in entries])
     # Not the contributors' only: a batch whose labels are all masked has no weight and is trained all the same.
-    return Round(reduced.quorum, rows, verdict, [entry for rank in verdict.ready for entry in entries[rank]])
+    trained = [entry for rank in verdict.ready for entry in entries[rank]]
+    return Round(reduced.quorum, rows, verdict, trained, reduced.sums)

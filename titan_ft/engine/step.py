@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
 from titan_ft.engine.heal import Heal
-from titan_ft.engine.round import NOTHING, PAUSE_SECONDS, Contribution, GradientUse, Rounds, Sign
+from titan_ft.engine.round import PAUSE_SECONDS, Rounds, Sign
 from titan_ft.membership.group import Group
 from titan_ft.protocol import decision as decisions
 from titan_ft.protocol import straggler
@@ -38,6 +38,7 @@ from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import Ledger, deal_anew
 from titan_ft.protocol.member import Process
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.report import NOTHING, Contribution, GradientUse
 from titan_ft.protocol.straggler import Stragglers
 from titan_ft.round_settings import steps_per_round, unit_of
 from titan_ft.run.events import (

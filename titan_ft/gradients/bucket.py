@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -64,16 +64,17 @@ class Count:
 Part = Gradient | Count
 
 
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """Sums of an exchange, by bucket: a tensor like its `flat`, and its parts' weights; None = it did not travel.
+class State(enum.Enum):
+    """The owner of a bucket's memory, and what is in it.
 
-    A device may still copy them until `copied`: the host waits for that, a stream is behind it.
+    FILLING -> FULL -> SUMMED -> APPLIED -> FILLING ... `begin` is allowed in every state: an exchange may break, and a
+    round that is no update leaves sums that nobody applies.
     """
 
-    flats: Sequence[torch.Tensor | None]
-    weights: Sequence[Sequence[float] | None]
-    copied: torch.Event | None = None
+    FILLING = enum.auto()  # the training thread copies gradients in, as they become final
+    FULL = enum.auto()  # the exchange's thread sums it
+    SUMMED = enum.auto()  # an update owns the sums in it (`Sums`)
+    APPLIED = enum.auto()  # the update is made, and nobody needs the memory
 
 
 class Bucket:
@@ -83,6 +84,8 @@ class Bucket:
     fp32 always: the counts, and one for each part, the weights of the groups that have a gradient of it, added up.
 
     Attributes:
+        state: see `State`.
+        on_host: the gradients that it is filled from, and written to, are in host memory.
         flat: 1D, of the dtype that gradients travel in; `values` are the gradients in it, `exact` the other numbers.
         views: of `flat`, one per part; `used` are the weights.
         residual: with quantization, what rounding has left behind of this group's gradients; else None.
@@ -96,12 +99,22 @@ class Bucket:
     """
 
     def __init__(
-        self, parts: Sequence[Part], fragment: int, where: torch.device, dtype: torch.dtype, *, quantize: bool
+        self,
+        parts: Sequence[Part],
+        fragment: int,
+        where: torch.device,
+        dtype: torch.dtype,
+        *,
+        quantize: bool,
+        gradient_scale: float = 1.0,
     ) -> None:
         self.parts, self.fragment, self._where, self._dtype = list(parts), fragment, where, dtype
         sizes = [part.shape.numel() for part in parts]
         num_gradients = sum(isinstance(part, Gradient) for part in parts)
         self._sizes, self._exact_sizes = sizes[:num_gradients], [*sizes[num_gradients:], len(sizes)]
+        self._gradient_scale = gradient_scale
+        self.on_host = all(part.parameter.device.type == "cpu" for part in parts if isinstance(part, Gradient))
+        self.state = State.APPLIED
         self.residual = Residual() if quantize else None
         self.total = torch.empty((), dtype=torch.float32, device=where)
         self.missing: set[int] = set()
@@ -152,14 +165,16 @@ class Bucket:
 
     def begin(self, gives: bool) -> None:
         """Begin an exchange, to which this rank `gives` all parts, or none."""
+        self.state = State.FILLING if gives else State.FULL
         self.missing = set(range(len(self.parts))) if gives else set()
         self.final, self.stream, self.calls = [], None, Counter()
         if self.residual is not None:
             self.residual.begin()
 
     @torch.no_grad()
-    def fill(self, indices: Iterable[int], weight: float) -> bool:
-        """Copy parts into the bucket, with their weight; says whether it is full."""
+    def fill(self, indices: Iterable[int], weight: float) -> None:
+        """Copy parts into the bucket, with their weight; with the last of them it is FULL."""
+        assert self.state is State.FILLING, f"gradients come into a bucket that is {self.state.name}"
         given, own = [], []
         for index in indices:
             shard = self.parts[index].read()
@@ -175,15 +190,22 @@ class Bucket:
         self.final.clear()
         if not self.missing:
             self.used.copy_(torch.tensor(self.weights, dtype=torch.float32), non_blocking=True)
-        return not self.missing
+            self.state = State.FULL
+
+    def end_sum(self) -> None:
+        """The exchange worked, and the bucket has the sums."""
+        assert self.state is State.FULL, f"a bucket is summed that is {self.state.name}"
+        self.state = State.SUMMED
 
     def drop(self) -> None:
         """Let its parts have no sums: it did not travel."""
         for part in self.parts:
             part.drop()
 
-    def settle(self) -> None:
-        """The update of the last exchange, which this rank has given to, is made."""
+    def apply(self) -> None:
+        """The update that owns the sums is made: what rounding left of this rank's gradients counts from now on."""
+        assert self.state is State.SUMMED, f"an update is made of a bucket that is {self.state.name}"
+        self.state = State.APPLIED
         if self.residual is not None:
             self.residual.settle()
 
@@ -195,13 +217,13 @@ class Bucket:
             self.total.copy_(self.flat.sum())
 
     @torch.no_grad()
-    def write(self, flat: torch.Tensor, weights: Sequence[float], scale: float | None, gradient_scale: float) -> None:
+    def write(self, flat: torch.Tensor, weights: Sequence[float], scale: float | None) -> None:
         """Write the sums in `flat`, which is like the bucket's, to where its parts are, in as few kernels as there are.
 
         Args:
             weights: of the parts; no group has one whose weight is 0.
-            scale: that gradients are multiplied with; None = they become the means by the weights.
-            gradient_scale: that they are multiplied with in any case.
+            scale: factor of the gradients, beside the bucket's `gradient_scale`; None = they become the means by the
+                weights.
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -212,7 +234,7 @@ class Bucket:
                 sources.append(total)
                 # Here, where the sums are copied anyway: no further pass over the gradients. A count is no mean.
                 mean = isinstance(part, Gradient)
-                factors.append(gradient_scale * (1 / weight if scale is None else scale) if mean else 1.0)
+                factors.append(self._gradient_scale * (1 / weight if scale is None else scale) if mean else 1.0)
             else:
                 part.drop()
         if sources and sources[0].device.type == "cpu" and targets[0].device.type != "cpu":

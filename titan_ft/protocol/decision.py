@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from titan_ft.config import FaultTolerance
 from titan_ft.protocol.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
@@ -25,7 +25,6 @@ from titan_ft.protocol.row import Row, Standing, Why, descend
 from titan_ft.round_settings import unit_of
 
 if TYPE_CHECKING:
-    from titan_ft.gradients.bucket import Sums
     from titan_ft.protocol.position import Position
 
 ALONE_SECONDS = 5.0  # without a holder of the latest state before older ones count
@@ -35,9 +34,40 @@ fault itself. A link that is known to be dead does not count. A loss that mends 
 MAX_EXCLUSIONS = 3  # steps in a row whose gradients only this group could not give, until it is started again
 
 
+class Sums(Protocol):
+    """The sums that an exchange has made (`titan_ft.gradients.sums`)."""
+
+    @property
+    def is_kept(self) -> bool:
+        """True for a copy, which a group that heals applies later."""
+
+    def keep(self) -> Sums:
+        """Return a copy, which outlives the next exchange."""
+
+    def write(self, scale: float | None = None) -> None:
+        """Make the sums times `scale` the parameters' gradients; None = the means by the weights of the groups."""
+
+
+class NoSums:
+    """The sums of an update that is applied already, and of rows that no exchange has sent."""
+
+    is_kept = False
+
+    def keep(self) -> Sums:
+        """Return nothing to copy."""
+        return self
+
+    def write(self, scale: float | None = None) -> None:
+        """Refuse: an update without its sums would leave other gradients in place."""
+        raise AssertionError("this update has no sums")
+
+
+NO_SUMS = NoSums()
+
+
 @dataclass(frozen=True)
 class Update:
-    """A committed update, ready to be applied: reduced gradients and what the trainer counts of it.
+    """A committed update, ready to be applied: its sums and what the trainer counts of it.
 
     Attributes:
         step: number of the update, from 1.
@@ -46,7 +76,7 @@ class Update:
         scale: factor that makes the token-weighted mean of the sums.
         entries: the batches that it was made of.
         readers: the groups that were ready at it (see `Ledger.readers`).
-        gradients: the sums, as `GradientExchange.reduced` returns them; None = the exchange's own buckets hold them.
+        sums: the update's own; they last until the next exchange begins, unless the update is `kept`.
     """
 
     step: int
@@ -55,7 +85,15 @@ class Update:
     scale: float
     entries: list[Entry]
     readers: list[Process]
-    gradients: Sums | None = None
+    sums: Sums = field(default=NO_SUMS, compare=False)
+
+    def kept(self) -> Update:
+        """Return this update with a copy of its sums, for a group that applies it later."""
+        return replace(self, sums=self.sums.keep())
+
+    def applied(self) -> Update:
+        """Return this update without its sums, whose memory is free then."""
+        return replace(self, sums=NO_SUMS)
 
     @property
     def slots(self) -> list[int]:
@@ -121,13 +159,14 @@ class Verdict:
 class Round:
     """A round that worked on all ranks of this group: the quorum, its members' rows and the verdict on them.
 
-    `entries` are the batches that the ready groups' gradients are made of.
+    `entries` are the batches that the ready groups' gradients are made of, `sums` those of the gradients.
     """
 
     quorum: Quorum
     rows: Sequence[Row]
     verdict: Verdict
     entries: list[Entry]
+    sums: Sums = field(default=NO_SUMS, compare=False)
 
     @property
     def lineage(self) -> int:
@@ -154,12 +193,11 @@ class Round:
         """Return the groups that train on."""
         return [self.quorum.processes[rank] for rank in self.verdict.ready]
 
-    def update(self, nominal_tokens: int, gradients: Sums | None = None) -> Update:
+    def update(self, nominal_tokens: int) -> Update:
         """Return the update that the round is, if `is_update` says that it is one.
 
         Args:
             nominal_tokens: tokens of a step with all groups present, by which local losses are divided.
-            gradients: a copy of the sums; None = they stay in the exchange until the next round.
         """
         step = self.verdict.step + 1
         batches = [(entry.slot, entry.first_batch, entry.num_batches) for entry in self.entries]
@@ -170,7 +208,7 @@ class Round:
             scale=nominal_tokens / self.verdict.valid_tokens,
             entries=self.entries,
             readers=self.readers,
-            gradients=gradients,
+            sums=self.sums,
         )
 
 

@@ -59,6 +59,15 @@ class Position:
         """Return the step that this group can answer for without a donor: what the lighthouse and the rows get."""
         return self.target or (0 if self.corrupt else self.step)
 
+    @property
+    def newest_step(self) -> int:
+        """Return the most updates that another group may have without voiding this group's claim to the job's state.
+
+        One update more may be that of a group whose exchange was complete when it broke for the rest: the rows settle
+        who goes back.
+        """
+        return self.step + (1 if self.training else 0)
+
     # Rounds
 
     def broke(self) -> None:

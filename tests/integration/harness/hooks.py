@@ -78,7 +78,9 @@ from titan_ft.engine.drain import Drain
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.faults.catalogue import make_fault
 from titan_ft.gradients.bucket import Count
-from titan_ft.gradients.exchange import GradientExchange, _Flight
+from titan_ft.gradients.flight import Flight
+from titan_ft.gradients.operations import Operations
+from titan_ft.gradients.sums import Sums
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.rendezvous import Rendezvous
 from titan_ft.protocol.decision import Update
@@ -343,10 +345,14 @@ def install_faults() -> None:
         if WORKER.handed_over == 2:
             WORKER.at("backward")
 
-    def launch(*_: Any) -> None:
-        WORKER.handed_over = WORKER.reductions = 0
+    under_way: list[Flight] = []  # the exchange's, or the last one's
 
-    def sum_up(flight: _Flight, *_: Any) -> None:
+    def launch(flight: Flight, *_: Any, **__: Any) -> None:
+        WORKER.handed_over = WORKER.reductions = 0
+        under_way[:] = [flight]
+
+    def sum_up(*_: Any) -> None:
+        flight = under_way[0]
         WORKER.reductions += 1
         WORKER.all_reductions += 1
         if WORKER.reductions == 2:  # the first bucket, after the count of those that give gradients
@@ -365,17 +371,17 @@ def install_faults() -> None:
             WORKER.mark("serving")
             WORKER.at("serve")
 
-    before(_Flight, "__init__", launch)
-    after(_Flight, "hand_over", hand_over)
-    for act in ("_gather", "_sum"):
-        after(_Flight, act, sum_up)
+    before(Flight, "__init__", launch)
+    after(Flight, "hand_over", hand_over)
+    after(Operations, "gather", sum_up)
+    after(Flight, "_sum", sum_up)
     before(Rendezvous, "configure", lambda *_: WORKER.at("configure"))
     after(Rendezvous, "_exchange_addresses", lambda *_: WORKER.at("rendezvous"))
     before(Membership, "vote", lambda *_: WORKER.at("vote_before"))
     after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
     for kind in TRAINERS:
-        before(kind, "_apply", lambda _, update: WORKER.at("commit" if update.gradients is None else "replay"))
-        after(kind, "_apply", lambda _, update: None if update.gradients else WORKER.at("optimizer"))
+        before(kind, "_apply", lambda _, update: WORKER.at("replay" if update.sums.is_kept else "commit"))
+        after(kind, "_apply", lambda _, update: None if update.sums.is_kept else WORKER.at("optimizer"))
     after(state_fetch._Connection, "request", request)
     after(StateServer, "_answer", answer)
     after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))  # the data is there, the metadata is not
@@ -487,8 +493,8 @@ def install_experts() -> None:
     experts.register()
     name = "{replica}-{rank}".format(**SETTINGS)
 
-    def count(exchange: GradientExchange, *_: Any) -> None:
-        parts = [part for bucket in exchange._buckets for part in bucket.parts if isinstance(part, Count)]
+    def count(sums: Sums, *_: Any) -> None:
+        parts = [part for bucket in sums._buckets for part in bucket.parts if isinstance(part, Count)]
         with (WORKER.markers / f"counts-{name}.jsonl").open("a") as file:
             file.write(json.dumps([part.buffer.sum().item() for part in parts]) + "\n")
 
@@ -497,7 +503,7 @@ def install_experts() -> None:
         biases = {name: buffer.tolist() for name, buffer in named if name.endswith("expert_bias")}
         (WORKER.markers / f"biases-{name}.json").write_text(json.dumps(biases))
 
-    after(GradientExchange, "write_gradients", count)
+    after(Sums, "write", count)
     before(torchtitan.train.Trainer, "close", end)
 
 

@@ -1,0 +1,275 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One exchange under way, in a thread of its own."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from titan_ft import device
+from titan_ft.gradients import half
+from titan_ft.gradients.bucket import Bucket
+from titan_ft.gradients.operations import Operations
+from titan_ft.gradients.quantize import add_up, encode, left_behind
+from titan_ft.membership.membership import Membership
+from titan_ft.protocol.errors import first_line
+from titan_ft.protocol.member import Quorum
+
+
+class ExchangeError(RuntimeError):
+    """The exchange broke; the local gradients are untouched and it can be repeated."""
+
+
+class OwnFacts(Protocol):
+    """A member's row and message, but for what only the quorum decides; see `titan_ft.protocol.report.Report`."""
+
+    def complete(self, quorum: Quorum, gave: bool, came: float) -> tuple[Sequence[float], bytes]:
+        """Return them, given whether this rank's gradients are in the sums, and when its part was there."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What the members sent with their sums.
+
+    Attributes:
+        rows, messages: of each member; the rows have one width.
+        spoiled: of each member, whether the gradients that it gave have an inf or a NaN.
+        weights: of each bucket, the parts' weights added up over the members; None = the bucket did not travel.
+    """
+
+    quorum: Quorum
+    rows: list[list[float]]
+    messages: list[bytes]
+    spoiled: list[bool]
+    weights: list[list[float] | None]
+
+
+class Flight:
+    """One exchange under way. Its thread waits for the quorum, so that neither backward nor a hook ever does.
+
+    The thread makes all of the collectives, and owns each bucket from the moment that it is full (`hand_over`) to its
+    own end. The training thread calls all public methods.
+
+    Args:
+        given: fragments that this rank gives.
+        newest_step: this rank's gradients count unless a member of the quorum has more updates; None = it gives none.
+        due: an update may follow, as far as this rank knows.
+
+    Attributes:
+        travelling: fragments that are summed; the same on all members.
+        wire_bytes: of gradients, that this rank has sent.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        buckets: list[Bucket],
+        where: torch.device,
+        *,
+        given: frozenset[int],
+        num_fragments: int,
+        newest_step: int | None,
+        due: bool,
+    ) -> None:
+        self._membership, self._buckets, self._where = membership, buckets, where
+        self._given, self._num_fragments = given, num_fragments
+        self._newest_step, self._due = newest_step, due
+        self._operations = Operations(membership, where)
+        self._full: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self._facts: queue.SimpleQueue[tuple[OwnFacts, float] | None] = queue.SimpleQueue()
+        self._is_reported = False
+        self.travelling: frozenset[int] = frozenset()
+        self.wire_bytes = 0
+        self._contributes = False  # this rank's gradients are in the sums
+        self._queued: torch.Event | None = None  # after all that the thread has queued, except for the sums
+        self._summed = threading.Event()  # all sums are there, or on a GPU queued; or the thread has ended
+        self._ended = threading.Event()
+        self._gathered: Gathered | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="titan_ft_exchange", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def hand_over(self, bucket: Bucket) -> None:
+        """Let the thread have a bucket that is full."""
+        self._full.put(bucket)
+
+    def report(self, facts: OwnFacts) -> None:
+        """Let the thread send this rank's facts when the sums are there. The first ones count."""
+        if not self._is_reported:
+            self._is_reported = True
+            self._facts.put((facts, time.monotonic()))
+
+    @property
+    def left(self) -> bool:
+        """True if the thread was left in an operation; it touches nothing afterwards."""
+        return self._operations.turn.left
+
+    @property
+    def is_summing(self) -> bool:
+        """True until the other members have given all of their sums."""
+        return not self._summed.is_set()
+
+    def finish(self) -> Gathered:
+        """Wait for the thread's end.
+
+        Raises:
+            ExchangeError: the exchange broke.
+            Exception: there was no quorum; the error is that of the membership.
+        """
+        self._full.put(None)
+        self._operations.turn.wait(self._ended)
+        if self.left:
+            raise ExchangeError("aborted, and an operation is still being launched")
+        if self._error is not None:
+            raise self._error
+        assert self._gathered is not None
+        return self._gathered
+
+    def join(self) -> None:
+        """End the thread, or leave it; in either case it does not touch the buckets, which the next exchange writes.
+
+        Nor does what it has queued: on a GPU, sums that were broken off write until their abort is through, and what
+        is queued next on this stream, such as gradients into the same buckets, comes after them.
+        """
+        self._full.put(None)
+        self._facts.put(None)
+        self._operations.turn.wait(self._ended)
+        if self.left:
+            with device.side_stream(self._where):
+                self._queued = device.record_event()
+        device.wait_for(self._queued, self._where)
+        self._operations.end()
+
+    def _run(self) -> None:
+        try:
+            with self._operations.turn.held():
+                self._exchange()
+        finally:
+            self._summed.set()
+            self._ended.set()
+
+    def _exchange(self) -> None:
+        try:
+            quorum = self._membership.wait()
+            if quorum.error is not None:
+                raise ExchangeError(quorum.error)
+            self._operations.begin(quorum)
+            self._contributes = self._newest_step is not None and quorum.max_step <= self._newest_step
+            # All of it: this thread's own stream is that of the training, which would wait for the other members.
+            with device.side_stream(self._where):
+                try:
+                    self._sum_and_gather(quorum)
+                finally:
+                    if not self.left:
+                        self._queued = device.record_event() if self._where.type != "cpu" else None
+        except Exception as error:  # noqa: BLE001  # thread edge: finish() raises it on the training thread
+            # Without a quorum nothing was exchanged: the error is that of the membership, and ends the run.
+            known = isinstance(error, ExchangeError) or self._operations.quorum is None
+            self._error = error if known else _broken(error)
+
+    def _sum_and_gather(self, quorum: Quorum) -> None:
+        """Sum the buckets as they become full, then gather the rows."""
+        full: set[int] = set()
+        # Rounds without gradients are rows only: they must not compete with the transfer that they wait for.
+        self.travelling = self._agree_on_fragments()
+        for bucket in self._buckets:
+            if bucket.fragment not in self.travelling:
+                continue
+            while id(bucket) not in full:
+                if (handed_over := self._full.get()) is None:
+                    return
+                full.add(id(handed_over))
+            device.wait_for(bucket.full, self._where)
+            if self._contributes:
+                if bucket.residual is not None:
+                    bucket.residual.add_to(bucket.values)
+                bucket.add_up()
+            else:
+                bucket.flat.zero_()
+            self._sum(bucket)
+        self._operations.await_sums()
+        self._summed.set()
+        if (reported := self._facts.get()) is not None:
+            facts, came = reported
+            self._gathered = self._gather(quorum, *facts.complete(quorum, self._contributes, came))
+
+    def _agree_on_fragments(self) -> frozenset[int]:
+        """Return the fragments that the members whose gradients are in this exchange give, all of them alike.
+
+        None if they give different ones: they are not at the same update, which the rows will show. And none if no
+        member knows of an update that may follow.
+        """
+        given = [self._contributes and fragment in self._given for fragment in range(self._num_fragments)]
+        counts = torch.tensor([self._due, self._contributes, *given], dtype=torch.int32)
+        gathered = self._operations.gather(counts.to(self._where, non_blocking=True))
+        (counted,) = self._operations.read(gathered)
+        due, num_givers, *users = map(sum, zip(*counted.view(gathered.shape).tolist(), strict=True))
+        if not due or any(number not in (0, num_givers) for number in users):
+            return frozenset()
+        return frozenset(fragment for fragment, number in enumerate(users) if number)
+
+    def _sum(self, bucket: Bucket) -> None:
+        """Make the bucket the sum of all members' ones."""
+        operations, num_exact = self._operations, bucket.exact.numel()
+        num_members = operations.num_members
+        self.wire_bytes += bucket.wire_bytes(num_members)
+        if bucket.halves and num_members > 1:
+            rows = half.cut(bucket.values, bucket.exact, num_members)
+            part, exact = half.add_up(operations.all_to_all(rows), num_exact)
+            parts = operations.all_gather(part.view(torch.uint8)).view(torch.bfloat16)
+            bucket.values.copy_(parts.view(-1)[: bucket.values.numel()])
+            bucket.exact.copy_(exact)
+            return
+        if bucket.residual is None:
+            operations.all_reduce(bucket.flat)
+            return
+        if num_members == 1:  # there is nobody to send it to: it counts as it is
+            bucket.residual.leave(None)
+            return
+        payload = encode(bucket.flat, num_exact)
+        if self._contributes:
+            bucket.residual.leave(left_behind(bucket.flat, payload, num_exact))
+        add_up(operations.all_gather(payload), num_exact, bucket.flat)
+
+    def _gather(self, quorum: Quorum, row: Sequence[float], message: bytes) -> Gathered:
+        """Gather the rows and messages; with them the host reads whatever else it must know of the sums."""
+        operations = self._operations
+        own = torch.tensor([*row, len(message), 0.0], dtype=torch.float64).to(self._where, non_blocking=True)
+        travelled = [bucket for bucket in self._buckets if bucket.fragment in self.travelling]
+        if self._contributes and travelled:  # not finite if one of them is not; float64 has room for all of them
+            own[-1] = torch.stack([bucket.total for bucket in travelled]).sum(dtype=torch.float64)
+        gathered = operations.gather(own)
+        facts, *weights = operations.read(gathered, *(bucket.used for bucket in travelled))
+        rows: list[list[float]] = facts.view(gathered.shape).tolist()
+        weights_of = {id(bucket): own.tolist() for bucket, own in zip(travelled, weights, strict=True)}
+        sizes = [int(row[-2]) for row in rows]
+        messages = [b""] * len(sizes)
+        if any(sizes):  # a second collective, for they vary in length
+            octets = torch.frombuffer(bytearray(message.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+            (padded,) = operations.read(operations.gather(octets.to(self._where, non_blocking=True)))
+            lines = zip(padded.view(len(sizes), -1).numpy(), sizes, strict=True)
+            messages = [line[:size].tobytes() for line, size in lines]
+        return Gathered(
+            quorum,
+            [row[:-2] for row in rows],
+            messages,
+            [not math.isfinite(row[-1]) for row in rows],
+            [weights_of.get(id(bucket)) for bucket in self._buckets],
+        )
+
+
+def _broken(error: Exception) -> ExchangeError:
+    if isinstance(error, AssertionError):  # torchft's way to say that the process group was aborted
+        return ExchangeError("aborted: another rank of this group lost a peer")
+    return ExchangeError(first_line(error))
