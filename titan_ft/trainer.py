@@ -51,7 +51,7 @@ from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.lr_policy import lr_factor, scaled_lr
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import NOTHING, Contribution
-from titan_ft.round_settings import unit_of
+from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.error_file import write_error
 from titan_ft.run.events import Batches, CameTooLate, Drained, Hung, StartedAnew, TrainingFinished
 from titan_ft.run.marks import announce_left
@@ -177,8 +177,8 @@ class ReplicaTrainer(Trainer):
         with contextlib.suppress(RuntimeError):  # all know it from here on
             group.gather(last)  # no rank closes its connections before its siblings have heard
         raise JobFinished(
-            f"the job has finished: {unit_of(config.fault_tolerance)} {last}, its last, was made before this group "
-            f"came (so says {mark}); this group ends. To train it once more, take another run folder"
+            f"the job has finished: {strategy_of(config.fault_tolerance).unit} {last}, its last, was made before "
+            f"this group came (so says {mark}); this group ends. To train it once more, take another run folder"
         )
 
     def _mark_finished(self) -> None:
@@ -287,7 +287,7 @@ class ReplicaTrainer(Trainer):
             self._save_before_leaving(self._replica, last)
             self._links.membership.close()
         self._emit_drained()
-        unit = unit_of(self.job_config.fault_tolerance)
+        unit = strategy_of(self.job_config.fault_tolerance).unit
         logger.info(f"SIGTERM: this group leaves after {unit} {self._num_committed}")
 
     def _save_before_leaving(self, replica: ReplicaDimension, last: LastToLeave) -> None:

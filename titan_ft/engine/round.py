@@ -31,7 +31,7 @@ from titan_ft.protocol.member import Member, Process, Quorum
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import NOTHING, Contribution, GradientUse, Report
 from titan_ft.protocol.row import Row, Why, fold48
-from titan_ft.round_settings import unit_of
+from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.events import DigestMismatch, ExchangeFailed
 from titan_ft.run.log import EventLog
 from titan_ft.transfer.reach import Peer
@@ -71,6 +71,7 @@ class Rounds:
         self._config, self._membership, self._exchange = config, membership, exchange
         self._position, self._state, self._donor, self._group = position, state, donor, group
         self._events, self._drain, self._watchdog = events, drain, watchdog
+        self._strategy = strategy_of(config)
         self._met: frozenset[Member] = frozenset()  # members of the last round that worked
         self._asked_for = False  # whether one of them asked for a donor
         self.waits = WaitLog()
@@ -156,7 +157,7 @@ class Rounds:
 
     def offer(self) -> None:
         """Let a newcomer have the state while the next step is computed."""
-        if self._config.group_size > 1 and not self._config.semi_sync_method:
+        if self._config.group_size > 1 and not self._strategy.is_long:
             self._donor.offer(self._position)
 
     def retract(self) -> None:
@@ -214,7 +215,7 @@ class Rounds:
                 self.take_digest()  # what all show alike here, each may serve until the next update
             quorum = self._await_quorum()
             ends = use.gives and not contribution.empty and not contribution.early
-            if not (self._config.semi_sync_method and ends):
+            if not (self._strategy.compares_before_sum and ends):
                 self._digest_for_joiners(quorum)  # else in the round behind it: nobody need replay this one
             if not self._exchange.sent:
                 gives = use.gives and not contribution.empty
@@ -267,12 +268,10 @@ class Rounds:
     def _compares_changes(self, contribution: Contribution) -> bool:
         """Say whether the groups show their bytes at the end of a round of several steps, so before its sum is used.
 
-        A bit of an anchor that has flipped in the midst of it would be in this group's change, and so in everybody's
-        state. All that come to that end show theirs, also with nothing to give: each may be what makes the majority.
+        All that come to that end show theirs, also with nothing to give: each may be what makes the majority.
         """
-        config = self._config
         at_end = not contribution.empty or contribution.early
-        return bool(config.semi_sync_method and config.digest_every and at_end)
+        return bool(self._strategy.compares_before_sum and self._config.digest_every and at_end)
 
     def _digest_for_joiners(self, quorum: Quorum) -> None:
         """Take the digest if this round may name a donor: only who shows its bytes as they are now is one."""
@@ -320,7 +319,7 @@ class Rounds:
     def _break(self, error: str, is_spoiled: bool, started: float, quorum: Quorum) -> Broken:
         step, seconds = self._position.step, time.monotonic() - started
         self.waits.note_broken(quorum.processes, started + seconds)
-        logger.warning("the exchange after %s %d broke: %s", unit_of(self._config), step, error)
+        logger.warning("the exchange after %s %d broke: %s", self._strategy.unit, step, error)
         self._events.emit(ExchangeFailed(error=error, seconds=seconds, step=step))
         self._position.broke()
         return Broken(error, spoiled=any(self._group.gather(int(is_spoiled))))
@@ -354,7 +353,7 @@ class Rounds:
         claims = [row for row in made.rows if row.has_state]
         minority = sorted(made.slots(made.verdict.strays))
         text = "the groups' states differ after %s %d; minority: groups %s"
-        logger.error(text, unit_of(self._config), made.verdict.step, minority)
+        logger.error(text, self._strategy.unit, made.verdict.step, minority)
         self._events.emit(
             DigestMismatch(
                 step=made.verdict.step,

@@ -40,7 +40,7 @@ from titan_ft.protocol.member import Process
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import NOTHING, Contribution, GradientUse
 from titan_ft.protocol.straggler import Stragglers
-from titan_ft.round_settings import steps_per_round, unit_of
+from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.events import (
     EndedWithout,
     GradientExcluded,
@@ -121,6 +121,7 @@ class ReplicaDimension:
     ) -> None:
         self._config, self._position, self._rounds, self._heal = config, position, rounds, heal
         self._ledger, self._group, self._events = ledger, group, events
+        self._strategy = strategy_of(config)
         self._stragglers = Stragglers(straggler.FACTOR, straggler.STEPS)
         self._nominal_tokens, self._pauses_after = nominal_tokens, pauses_after
         self._waiting = False
@@ -336,7 +337,7 @@ class ReplicaDimension:
         Returns:
             This rank's part of it (hex) on steps that are multiples of `digest_every`, else None.
         """
-        every, length = self._config.digest_every, steps_per_round(self._config)
+        every, length = self._config.digest_every, self._strategy.steps
         due = every and self._position.step * length % every < length  # a round in which it falls due counts
         return self._rounds.take_digest() if due else None
 
@@ -486,7 +487,7 @@ class ReplicaDimension:
         excluded = made.slots(verdict.excluded)
         if excluded:
             text = "%s %d is made without the gradients of groups %s: not finite"
-            logger.warning(text, unit_of(self._config), update.step, excluded)
+            logger.warning(text, self._strategy.unit, update.step, excluded)
             self._events.emit(GradientExcluded(step=update.step, slots=excluded))
         self._position.exclude(excluded, self._config.replica_id)
         self._position.advance(update)
@@ -513,7 +514,7 @@ class ReplicaDimension:
         self._rounds.waits.note_held_back(wait.slots, wait.why)
         if not self._waiting and isinstance(outcome, Round):
             self._waiting = True
-            logger.warning("%s %d waits: %s", unit_of(self._config), self._position.step + 1, wait.reason)
+            logger.warning("%s %d waits: %s", self._strategy.unit, self._position.step + 1, wait.reason)
             self._events.emit(
                 Waiting(
                     step=self._position.step,

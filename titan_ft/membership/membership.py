@@ -48,6 +48,7 @@ from titan_ft.membership.pulse import (
 from titan_ft.membership.rendezvous import Rendezvous
 from titan_ft.membership.seat import CONNECT_SECONDS, Seat
 from titan_ft.protocol.member import Admission, Member, Quorum, admit, members_of_job
+from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.address import join_address
 from titan_ft.run.events import ForeignMember, Joined, LeftOut, LighthouseMoved, PeerSilent
 from titan_ft.run.lighthouse import LighthouseAddress
@@ -107,6 +108,7 @@ class Membership:
         shape: str = "",
     ) -> None:
         self._config, self._group_rank, self._events, self._probe = config, group_rank, events, probe
+        self._strategy = strategy_of(config)
         own_store = _connect(store)
         connect_timeout = timedelta(seconds=CONNECT_SECONDS)
         # For quorums, by the quorum thread, and for the votes between them, by the training thread.
@@ -298,7 +300,7 @@ class Membership:
         group it breaks, and is made again with this one.
         """
         status = self._read_status()
-        if not (self._config.semi_sync_method or expects_former(self.member, status)):
+        if not (self._strategy.is_long or expects_former(self.member, status)):
             return {}
         return self._find_peers(status)
 
@@ -435,7 +437,7 @@ class Membership:
 
         The quorum of a lighthouse that was started again has who asked first, and it waits for no others from then on.
         """
-        if not self._config.semi_sync_method:
+        if not self._strategy.is_long:
             return False
 
         def decide(_: set[str]) -> str:

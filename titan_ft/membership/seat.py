@@ -32,6 +32,7 @@ from titan_ft.membership.agreement import Agreement
 from titan_ft.membership.follow import Follower
 from titan_ft.protocol.errors import LighthouseError
 from titan_ft.protocol.member import Member
+from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.address import split_address
 from titan_ft.run.lighthouse import LighthouseAddress, Place
 from titan_ft.transfer.reach import address_key
@@ -349,7 +350,7 @@ class Seat:
 
     def _tell_waiting(self, step: int, seconds: float, now: float) -> float:
         """Say that other groups are waited for, since so many seconds; returns when to say so again."""
-        if not self._config.semi_sync_method:
+        if not strategy_of(self._config).is_long:
             logger.warning("no quorum after step %d for %.3g s: waiting for other groups", step, seconds)
             return now
         # A round may take hours, and a group that is done with it waits all the time.

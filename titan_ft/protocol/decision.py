@@ -22,7 +22,7 @@ from titan_ft.protocol.errors import DivergedError, GaveUpError, JobLostError, N
 from titan_ft.protocol.ledger import Entry, share_out
 from titan_ft.protocol.member import Process, Quorum
 from titan_ft.protocol.row import Row, Standing, Why, descend
-from titan_ft.round_settings import unit_of
+from titan_ft.protocol.strategy import strategy_of
 
 if TYPE_CHECKING:
     from titan_ft.protocol.position import Position
@@ -334,7 +334,7 @@ def _decide(position: Position, outcome: Round | Broken, config: FaultTolerance)
     if isinstance(outcome, Broken):
         return _after_break(position, outcome, config)
     if outcome.verdict.tie:
-        return GiveUp(_diverged(outcome, unit_of(config)))
+        return GiveUp(_diverged(outcome, strategy_of(config).unit))
     if not position.standing.has_state:
         return _heal(position, outcome, config)
     if outcome.quorum.rank not in outcome.verdict.holders:
@@ -350,8 +350,8 @@ def _after_break(position: Position, broken: Broken, config: FaultTolerance) -> 
     if (limit := _retry_limit(position, config)) and position.failures > limit:
         return GiveUp(
             GaveUpError(
-                f"the exchange of {unit_of(config)} {position.step + 1} broke {position.failures} times in a row, more "
-                f"often than this group tries again ({limit}); see why in this log"
+                f"the exchange of {strategy_of(config).unit} {position.step + 1} broke {position.failures} times in a "
+                f"row, more often than this group tries again ({limit}); see why in this log"
             )
         )
     return LeaveOut() if broken.spoiled else Repeat()
@@ -420,7 +420,7 @@ def _train(position: Position, made: Round, config: FaultTolerance) -> Decision:
         return Force() if made.quorum.rank in verdict.excluded else Repeat()
     excluded = made.slots(verdict.excluded)
     if config.replica_id in excluded and position.exclusions + 1 >= MAX_EXCLUSIONS:
-        return GiveUp(_nonfinite(position.exclusions + 1, verdict.step + 1, unit_of(config)))
+        return GiveUp(_nonfinite(position.exclusions + 1, verdict.step + 1, strategy_of(config).unit))
     return Commit()
 
 
@@ -481,13 +481,12 @@ def find_donors(made: Round, config: FaultTolerance) -> dict[int, tuple[int, ...
     """Return the holders that each joiner which is sent to a donor in this round fetches from, that donor first.
 
     They all hold the same bytes, so each gives a part. In a second attempt it is the donor alone: had one of several
-    given other bytes than it showed, nobody could tell which, and the same might do so again. With a semi-synchronous
-    method as well, for a state has the inner moments of its own group in it.
+    given other bytes than it showed, nobody could tell which, and the same might do so again.
     """
     free = made.verdict.free
-    most = 1 if config.semi_sync_method else config.heal_donors or len(free)
+    most = strategy_of(config).limit_donors(len(free))
     return {
-        joiner: (free[free.index(donor) :] + free)[: 1 if made.rows[joiner].heals else min(most, len(free))]
+        joiner: (free[free.index(donor) :] + free)[: 1 if made.rows[joiner].heals else most]
         for joiner, donor in made.verdict.donors.items()
     }
 

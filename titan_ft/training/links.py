@@ -30,6 +30,7 @@ from titan_ft.membership.roll_call import RollCall
 from titan_ft.protocol.errors import LighthouseError, RankSilentError
 from titan_ft.protocol.row import fold48
 from titan_ft.protocol.shape import describe_shape
+from titan_ft.protocol.strategy import strategy_of
 from titan_ft.round_settings import quantizes
 from titan_ft.run.address import find_source_address, join_address, split_address
 from titan_ft.run.error_file import write_error
@@ -182,7 +183,7 @@ class Links:
             self.membership,
             bucket_bytes=int(config.bucket_size_mb * 2**20),
             where=device.exchange_device(config.process_group),
-            overlap=not config.semi_sync_method,  # with one the gradients are none of autograd's
+            overlap=strategy_of(config).sums_gradients,
             # FSDP keeps what a pipeline's microbatches add up to itself, and calls the hooks when it has reduced that.
             microbatches=1 if num_microbatches and isinstance(model_parts[0], FSDPModule) else num_microbatches,
             gradient_scale=gradient_scale,
