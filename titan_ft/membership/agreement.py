@@ -13,11 +13,13 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft.protocol.errors import LighthouseError, first_line
+from titan_ft.run.threads import call_aside
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -121,18 +123,13 @@ class Agreement:
 
     def _wait(self, act: Callable[[TCPStore], T], timeout: float | None) -> T:
         """Do what may take long, until this group leaves."""
-        answer = Future[T]()
 
-        def work() -> None:
-            try:
-                answer.set_result(self._keep_trying(act))
-            except Exception as error:  # noqa: BLE001  # the future carries it
-                answer.set_exception(error)
+        def notify(_: Future[T]) -> None:
             with self._left:
                 self._left.notify_all()
 
-        # Nothing ends the wait for a key. No pool's thread: the interpreter would wait for it when it ends.
-        threading.Thread(target=work, name="titan_ft_agreement", daemon=True).start()
+        answer = call_aside(partial(self._keep_trying, act), "titan_ft_agreement")  # nothing ends the wait for a key
+        answer.add_done_callback(notify)
         with self._left:
             self._left.wait_for(lambda: answer.done() or self._closed, timeout)
             self._check_left()

@@ -53,6 +53,7 @@ from titan_ft.run.address import join_address
 from titan_ft.run.events import ForeignMember, Joined, LeftOut, LighthouseMoved, PeerSilent
 from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
+from titan_ft.run.threads import call_for_each
 from titan_ft.transfer.reach import Peer, Probe, look_up
 
 logger = logging.getLogger(__name__)
@@ -319,8 +320,7 @@ class Membership:
                 return look_up(peers[slot], self._group_rank)
             return ""
 
-        with ThreadPoolExecutor(len(slots), "titan_ft_addresses") as pool:
-            addresses = list(pool.map(find, slots))
+        addresses = call_for_each(find, slots, "titan_ft_addresses", len(slots))
         if not any(addresses):
             raise ConnectionError("none of them lives and can be reached")
         return addresses

@@ -22,7 +22,6 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
@@ -38,6 +37,7 @@ from titan_ft.protocol.member import Admission, Member, known_members
 from titan_ft.run.events import LinkBack, LinkDead, Outside
 from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
+from titan_ft.run.threads import call_aside
 from titan_ft.transfer.reach import Peer
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,6 @@ class Partition:
         self._lost: tuple[str | None, list[str]] = (None, [])
         self._unreached: set[str] = set()  # at the last look
         self._good_looks = _GOOD_LOOKS  # that the next return from outside needs
-        self._looks = ThreadPoolExecutor(1, "titan_ft_outside_look")
         self._returned = -math.inf  # when this group came back from outside
 
     # 1. While an exchange is waited for
@@ -236,7 +235,7 @@ class Partition:
             return self._find_dead(lost)
 
         leave_key = f"titan_ft/leave/{self._process}"
-        looked = self._looks.submit(look)
+        looked = call_aside(look, "titan_ft_outside_look")
         while not looked.done():
             if self._leave_requested():
                 self._store.set(leave_key, "1")

@@ -38,6 +38,7 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 from titan_ft import device
 from titan_ft.membership.collectives import all_reduce
 from titan_ft.run.process import borrowed_socket, own_sockets
+from titan_ft.run.threads import call_aside
 from titan_ft.transfer.reach import within
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class BreakableGloo(ProcessGroupGloo):
                 _shut_down(*link)
         super().abort(errored)
         if errored:  # whoever drops it last waits for its operations: a thread that nobody waits for
-            threading.Thread(target=dropped.clear, name="titan_ft_gloo_drop", daemon=True).start()
+            call_aside(dropped.clear, "titan_ft_gloo_drop")
 
     def _wrap_work(self, work: Any, opts: object) -> Any:
         return _Operation(work, self._aborted, self._links)

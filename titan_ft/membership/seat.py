@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
@@ -35,6 +36,7 @@ from titan_ft.protocol.member import Member
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.address import split_address
 from titan_ft.run.lighthouse import LighthouseAddress, Place
+from titan_ft.run.threads import call_aside
 from titan_ft.transfer.reach import address_key
 
 logger = logging.getLogger(__name__)
@@ -306,30 +308,18 @@ class Seat:
     def _ask(self, step: int, failures: int) -> Future[Any]:
         """Ask for a quorum once; the group's server answers when it is there."""
         with self._opening:  # the request of a seat that is moved is ended
-            client, answer = self._client, Future[Any]()
-            self._asked = answer
-
-        def ask() -> None:
-            try:
-                quorum = client._quorum(
-                    group_rank=0,
-                    step=step,
-                    checkpoint_metadata="",
-                    shrink_only=False,
-                    timeout=_REQUEST,
-                    init_sync=False,
-                    commit_failures=failures,
-                )
-            except Exception as error:  # noqa: BLE001  # the future carries it
-                result: Exception | Any = error
-            else:
-                result = quorum
-            with contextlib.suppress(InvalidStateError):  # the seat was moved meanwhile
-                answer.set_exception(result) if isinstance(result, Exception) else answer.set_result(result)
-
-        # No pool's thread: the interpreter would wait for it when it ends.
-        threading.Thread(target=ask, name="titan_ft_ask", daemon=True).start()
-        return answer
+            ask = partial(
+                self._client._quorum,
+                group_rank=0,
+                step=step,
+                checkpoint_metadata="",
+                shrink_only=False,
+                timeout=_REQUEST,
+                init_sync=False,
+                commit_failures=failures,
+            )
+            self._asked = call_aside(ask, "titan_ft_ask")
+            return self._asked
 
     def _replace_server(self, successor: Any) -> None:
         """Stop the heartbeats of this rank's server; `successor` is the server from now on."""

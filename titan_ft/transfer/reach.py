@@ -18,9 +18,7 @@ import os
 import socket
 import struct
 import termios
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from io import BufferedRWPair
@@ -30,6 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from titan_ft.protocol.errors import RefusedError, first_line
 from titan_ft.run.address import split_address
+from titan_ft.run.threads import call_aside, call_for_each
 from titan_ft.transfer.wire import Message, prove, read_line, write_line
 
 CONNECT_SECONDS = 1.5  # TCP sends a lost first packet again after one second
@@ -92,11 +91,8 @@ class Probe:
         return [peer for peer in peers if peer.unique not in errors]
 
     def _ask_all(self, peers: Sequence[Peer]) -> dict[str, Exception]:
-        if not peers:
-            return {}
-        with ThreadPoolExecutor(min(_AT_ONCE, len(peers)), thread_name_prefix="titan_ft_probe") as pool:
-            errors = pool.map(self._ask, peers)
-            return {peer.unique: error for peer, error in zip(peers, errors, strict=True) if error is not None}
+        errors = call_for_each(self._ask, peers, "titan_ft_probe", _AT_ONCE)
+        return {peer.unique: error for peer, error in zip(peers, errors, strict=True) if error is not None}
 
     def _ask(self, peer: Peer) -> Exception | None:
         try:
@@ -178,23 +174,15 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     Raises:
         TimeoutError: it took longer.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:  # noqa: BLE001  # raised by the caller
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="titan_ft_within", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors.pop()  # a list that kept it would be in a cycle with it: its frames would live until a gc
-    if not results:
-        raise TimeoutError(f"no answer for {seconds:g} s")
-    return results[0]
+    outcome = call_aside(function, "titan_ft_within")
+    try:
+        outcome.exception(seconds)
+    except TimeoutError:  # not the call's own, which would be returned
+        raise TimeoutError(f"no answer for {seconds:g} s") from None
+    try:
+        return outcome.result(0)
+    finally:
+        del outcome  # an error that it has would be in a cycle with this frame, and live until a garbage collection
 
 
 def _connect(address: str, seconds: float) -> socket.socket:
