@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from titan_ft.protocol.errors import first_line
 from titan_ft.run.marks import mark_end_in_order
+from titan_ft.run.threads import call_aside
 
 _STDERR = 2  # the descriptor: sys.stderr may be replaced, or locked by the thread that hangs
 _TICKS = 20  # per timeout
@@ -98,9 +100,10 @@ def end_process(status: int, *last_words: Callable[[], object]) -> NoReturn:
         last_words = (mark_end_in_order, *last_words)
     try:
         for words in last_words:
-            thread = threading.Thread(target=words, daemon=True)
-            thread.start()
-            thread.join(_LAST_WORDS_SECONDS / len(last_words))
+            with contextlib.suppress(TimeoutError):
+                error = call_aside(words, "titan_ft_last_words").exception(_LAST_WORDS_SECONDS / len(last_words))
+                if error is not None:
+                    os.write(_STDERR, f"titan_ft: {first_line(error)}\n".encode())
     finally:
         os._exit(status)
 
