@@ -185,13 +185,14 @@ def start_by_own_clock(patch: Patch) -> None:
 
 @mutation(kinds=("long",), promises=("no state given up",))
 def start_beside_living_group(patch: Patch) -> None:
-    """A job begins anew although a group in the midst of a long step lives."""
+    """A job begins anew although a group in the midst of a long step lives; its early offer reaches nobody either."""
 
     def start(former: Callable[..., bool], self: Any, begin_at: int) -> bool:
         with lent(self, _look_for_outsiders=lambda made: False):
             return former(self, begin_at)
 
     around(patch, step.ReplicaDimension, "start", start)
+    substitute(patch, membership.Membership, "find_holders", lambda self: {})
 
 
 @mutation(kinds=("flip", "groups_die"), promises=("counters",), first=740)
