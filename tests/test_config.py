@@ -170,7 +170,7 @@ def test_broken_rule_is_named(changes: dict[str, Any], parts: list[str]) -> None
         {"process_group": "nccl"},
         {"min_replica_size": 2},
         {"heartbeat_timeout_ms": 50},
-        {"bucket_size_mb": 1, "finish_timeout_seconds": 5},
+        {"bucket_size_mb": 1, "start_timeout_seconds": 5},
         {"digest_every": 0},
         {"transfer_max_mbps": 0, "catch_up_max_steps": 0, "hang_timeout_seconds": 0},
         {"catch_up": "wait", "batch_policy": "constant", "lr_policy": "linear"},
@@ -284,7 +284,7 @@ def test_durations_are_positive(name: str, value: int) -> None:
         ({"group_size": 2.0}, ["fault_tolerance.group_size must be a whole number", "2.0"]),
         ({"bucket_size_mb": False}, ["fault_tolerance.bucket_size_mb must be a number", "False"]),
         ({"bucket_size_mb": math.nan}, ["fault_tolerance.bucket_size_mb must be finite", "nan"]),
-        ({"finish_timeout_seconds": math.inf}, ["fault_tolerance.finish_timeout_seconds must be finite", "inf"]),
+        ({"start_timeout_seconds": math.inf}, ["fault_tolerance.start_timeout_seconds must be finite", "inf"]),
         ({"enable": "no"}, ["fault_tolerance.enable must be true or false", "'no'"]),
         (
             {"lighthouse": "file:run"},

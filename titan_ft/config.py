@@ -38,6 +38,7 @@ REMOVED = {
     "bind_address": ("a donor serves its state at advertise_address", "set advertise_address"),
     "connect_timeout_seconds": ("it is always 10 s", "remove it"),
     "events_folder": ("it is always events, below job.dump_folder", "remove it"),
+    "finish_timeout_seconds": ("it is always 60 s", "remove it"),
     "heartbeat_interval_ms": (
         "it is always a tenth of heartbeat_timeout_ms",
         "remove it, or set heartbeat_timeout_ms",
@@ -178,11 +179,6 @@ class FaultTolerance:
     present ones, if they are at least `min_replica_size`; > 0. Raise it if a queue starts the
     groups at very different times. The step waits longer for a group that heartbeats but has not
     joined: that group may be in a long step, and hold the job's state."""
-
-    finish_timeout_seconds: float = 60.0
-    """Seconds that groups which finished the last step wait for a missing group before they leave;
-    > 0. They wait longer for a group that heartbeats. Raise it if a group needs longer to start
-    again and must have the final state."""
 
     advertise_address: str = ""
     """Numeric address at which other groups reach this one. Set it to an address of the fast fabric

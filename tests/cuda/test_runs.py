@@ -35,8 +35,8 @@ def digests(events: Sequence[Event]) -> dict[tuple[int, int], str]:
 def train(make_job: Callable[..., Job], flags: Sequence[str], **settings: Any) -> dict[tuple[int, int], str]:
     """Train without a failure; returns the digests of all steps."""
     # The one that is left of two that cannot sum does not wait for long.
-    flags = (*flags, "--fault_tolerance.finish_timeout_seconds=5")
-    job = make_job(flags=flags, **{"groups": 2, "steps": STEPS, "max_restarts": 0, **settings})
+    hooks = settings.pop("hooks", {}) | {"constants": {"titan_ft.engine.step.FINISH_SECONDS": 5.0}}
+    job = make_job(flags=flags, hooks=hooks, **{"groups": 2, "steps": STEPS, "max_restarts": 0, **settings})
     job.run(SECONDS)
     assert [group.finished for group in job.groups] == [True] * len(job.groups), job.output(0)
     return digests(job.events())

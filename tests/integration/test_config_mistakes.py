@@ -35,7 +35,7 @@ MISTAKES = {
     "too many demanded": ("min_replica_size = 3", ["min_replica_size must be <= group_size (2), got 3"]),
     "removed key": ("vote_timeout_seconds = 9", ["fault_tolerance.vote_timeout_seconds is no setting any more"]),
     "wrong ordering": ("process_group_timeout_ms = 300", ["heartbeat_timeout_ms", "process_group_timeout_ms (300)"]),
-    "zero duration": ("finish_timeout_seconds = 0.0", ["fault_tolerance.finish_timeout_seconds must be > 0"]),
+    "zero duration": ("start_timeout_seconds = 0.0", ["fault_tolerance.start_timeout_seconds must be > 0"]),
     "unknown method": ('semi_sync_method = "dilico"', ["fault_tolerance.semi_sync_method", "did you mean diloco"]),
     "method, not its needs": (
         'semi_sync_method = "diloco"\nbatch_policy = "constant"',
@@ -125,8 +125,14 @@ def test_lighthouse_is_not_there(make_job: Callable[..., Job]) -> None:
 
 def test_groups_with_different_configs(make_job: Callable[..., Job]) -> None:
     """A group whose config differs from the others' in what counts is refused, and says so."""
-    alone = ["--fault_tolerance.start_timeout_seconds=2", "--fault_tolerance.finish_timeout_seconds=1"]
-    job = make_job(groups=2, flags=alone, replica_flags={1: ["--optimizer.lr=1e-3"]}, max_restarts=0, steps=4)
+    job = make_job(
+        groups=2,
+        flags=["--fault_tolerance.start_timeout_seconds=2"],
+        hooks={"constants": {"titan_ft.engine.step.FINISH_SECONDS": 1.0}},
+        replica_flags={1: ["--optimizer.lr=1e-3"]},
+        max_restarts=0,
+        steps=4,
+    )
     job.run()
     codes = {group.replica: [worker.code for worker in group.workers] for group in job.groups}
     # The one that was there first is right.

@@ -16,7 +16,8 @@ from harness.job import Job
 from harness.trajectory import check, check_killed, named
 
 STOCK = "train_llama_0:7f3a"  # as torchft's Manager makes them; sorts before every group's name
-ALONE = ("--fault_tolerance.start_timeout_seconds=2", "--fault_tolerance.finish_timeout_seconds=1")
+ALONE = ("--fault_tolerance.start_timeout_seconds=2",)
+ENDS_SOON = {"constants": {"titan_ft.engine.step.FINISH_SECONDS": 1.0}}
 
 
 class StockMember:
@@ -129,7 +130,7 @@ def test_a_heal_beside_a_stranger(make_job: Callable[..., Job], come: Callable[[
 @pytest.mark.slow
 def test_a_group_with_another_config(make_job: Callable[..., Job]) -> None:
     """It ends for good with one line; the group that was there first names it and trains on to the end."""
-    job = make_job(groups=2, flags=ALONE, replica_flags={1: ["--optimizer.lr=1e-3"]}, steps=6)
+    job = make_job(groups=2, flags=ALONE, hooks=ENDS_SOON, replica_flags={1: ["--optimizer.lr=1e-3"]}, steps=6)
     job.run()
     codes = {group.replica: [worker.code for worker in group.workers] for group in job.groups}
     assert sorted(codes.values()) == [[0], [3]], job.output(0) + job.output(1)
@@ -158,10 +159,10 @@ def test_a_group_with_another_number_of_ranks(make_job: Callable[..., Job]) -> N
             "--parallelism.data_parallel_shard_degree=-1",
             "--fault_tolerance.min_replica_size=2",
             "--fault_tolerance.start_timeout_seconds=0.5",
-            "--fault_tolerance.finish_timeout_seconds=0.5",
         ],
         # Every step takes long enough for the newcomer to ask for a quorum meanwhile.
         hooks={
+            **ENDS_SOON,
             "gates": [{"name": "go", "replica": 0, "rank": 0, "step": 4}],
             "delays": [{"replica": 1, "rank": 0, "seconds": 0.05}],
         },

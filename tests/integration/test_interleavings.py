@@ -69,14 +69,14 @@ def test_a_reader_dies_for_good_while_another_is_just_back(make_job: Callable[..
     flags = [
         "--fault_tolerance.batch_policy=constant",
         "--fault_tolerance.min_replica_size=2",
-        "--fault_tolerance.finish_timeout_seconds=2",
     ]
     faults = [
         {"replica": 2, "point": "backward", "step": STEP},
         {"replica": 0, "point": "forward", "step": STEP, "after": ["healed-2-1"]},
     ]
     delays = [{"replica": replica, "attempt": "any", "seconds": 0.1} for replica in range(3)]
-    job = make_job(groups=3, steps=60, flags=flags, hooks={"faults": faults, "delays": delays}, max_restarts=0)
+    hooks = {"faults": faults, "delays": delays, "constants": {"titan_ft.engine.step.FINISH_SECONDS": 2.0}}
+    job = make_job(groups=3, steps=60, flags=flags, hooks=hooks, max_restarts=0)
     job.start()
     job.wait_until(lambda: job.groups[2].gone, 60, "group 2 is dead")
     job.start_again(2)

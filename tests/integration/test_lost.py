@@ -149,7 +149,8 @@ def test_lost_host(make_job: Callable[..., Job]) -> None:
         groups=2,
         steps=4000,
         max_restarts=0,
-        flags=["--fault_tolerance.finish_timeout_seconds=3", "--fault_tolerance.digest_every=50"],
+        flags=["--fault_tolerance.digest_every=50"],
+        hooks={"constants": {"titan_ft.engine.step.FINISH_SECONDS": 3.0}},
     )
     job.start()
     job.wait_until(lambda: any(e["step"] > 5 for e in job.events("step_committed")), 60, "training")
@@ -170,7 +171,9 @@ def test_lost_host(make_job: Callable[..., Job]) -> None:
 @pytest.mark.slow
 def test_end_without_a_lost_group(make_job: Callable[..., Job]) -> None:
     """The last step is made: the survivor says for whom it waits, and then without whom it ended; so does `top`."""
-    job = make_job(groups=2, steps=60, max_restarts=0, flags=["--fault_tolerance.finish_timeout_seconds=3"])
+    job = make_job(
+        groups=2, steps=60, max_restarts=0, hooks={"constants": {"titan_ft.engine.step.FINISH_SECONDS": 3.0}}
+    )
     job.start()
     job.wait_until(lambda: any(e["step"] > 5 for e in job.events("step_committed")), 60, "training")
     job.send_signal(1, signal.SIGKILL)

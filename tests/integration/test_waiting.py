@@ -98,15 +98,18 @@ def test_nobody_finishes_without_a_group_in_a_long_step(make_job: Callable[..., 
 
     So the late one gets the final state, and the same bytes.
     """
-    flags = ["--fault_tolerance.finish_timeout_seconds=1"]
-    job = make_job(groups=2, steps=6, flags=flags, hooks={"gates": [gate("go", 1), gate("last", 0, step=6)]})
+    hooks = {
+        "gates": [gate("go", 1), gate("last", 0, step=6)],
+        "constants": {"titan_ft.engine.step.FINISH_SECONDS": 1.0},
+    }
+    job = make_job(groups=2, steps=6, hooks=hooks)
     job.start()
     job.wait_for_gate("go", 1)
     job.send_signal(1, signal.SIGSTOP)
     job.wait_for_gate("last", 0)
     job.send_signal(1, signal.SIGCONT)  # it heartbeats again, and is in the midst of its step
     job.mark("last")
-    # Told when `finish_timeout_seconds` is over, and not before.
+    # Told when `FINISH_SECONDS` are over, and not before.
     job.wait_until(lambda: LIVES.format(1) in job.output(0), 60, "the one that has made all steps waits")
     assert not job.events("training_finished")
     job.mark("go")

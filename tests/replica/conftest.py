@@ -247,7 +247,6 @@ class Seats:
             "group_size": 2,
             "process_group_timeout_ms": 5000,
             "start_timeout_seconds": 5.0,
-            "finish_timeout_seconds": 0.5,
             "bucket_size_mb": 1.0,
         }
         return FaultTolerance(**values | changes)

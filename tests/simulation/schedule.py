@@ -117,7 +117,7 @@ class _Draw:
         lost = any(isinstance(fault, KillGroups) and fault.for_good for fault in self.faults)
         if lost or self.changes.get("absent") or self.changes.get("odd"):
             # The others end by this timeout: to wait longer for a group that cannot come shows nothing.
-            self.config["finish_timeout_seconds"] = 0.6
+            self.changes["finish_seconds"] = 0.6
         drawn: dict[str, Any] = {
             "groups": self.groups,
             "ranks": self.ranks,
@@ -156,7 +156,6 @@ class _Draw:
             "group_size": self.groups,
             "digest_every": rng.choice([1, 2, 3, 5]),
             "start_timeout_seconds": rng.choice([0.8, 1.5]),
-            "finish_timeout_seconds": 2.0,
             "process_group_timeout_ms": 3000,
             "join_timeout_ms": 5000,
             "hang_timeout_seconds": 20.0,

@@ -55,7 +55,7 @@ from titan_ft.transfer.snapshot import Snapshot
 
 SCHEDULES = 200
 
-QUICK = {"enable": True, "start_timeout_seconds": 0.8, "finish_timeout_seconds": 2.0, "join_timeout_ms": 5000}
+QUICK = {"enable": True, "start_timeout_seconds": 0.8, "join_timeout_ms": 5000}
 """Settings of a job that need not wait for those that stay away."""
 ROOT = Path(__file__).parents[2]
 
@@ -487,7 +487,6 @@ def test_a_group_that_waits_at_the_end_of_its_round_leaves_before_the_others_are
         "enable": True,
         "group_size": 2,
         "start_timeout_seconds": 1.5,
-        "finish_timeout_seconds": 2.0,
         "join_timeout_ms": 60_000,
         "process_group_timeout_ms": 30_000,
         "drain_timeout_seconds": 15.0,
@@ -515,7 +514,6 @@ def test_a_bit_that_flips_in_an_anchor_is_in_no_update(monkeypatch: pytest.Monke
         "enable": True,
         "group_size": 3,
         "digest_every": 1000,
-        "finish_timeout_seconds": 2.0,
         "semi_sync_method": "diloco",
         "sync_steps": 4,
         "batch_policy": "shrink",
@@ -540,7 +538,6 @@ def test_moments_that_are_not_finite_come_to_no_joiner(ranks: int, transfer: flo
     fault_tolerance = {
         "enable": True,
         "group_size": 3,
-        "finish_timeout_seconds": 2.0,
         "join_timeout_ms": 60_000,
         "semi_sync_method": "diloco",
         "sync_steps": 8,
@@ -568,7 +565,6 @@ def test_a_state_that_was_offered_and_is_lost_is_not_begun_anew_silently(
     fault_tolerance = {
         "enable": True,
         "group_size": 2,
-        "finish_timeout_seconds": 2.0,
         "join_timeout_ms": 60_000,
         "semi_sync_method": "diloco",
         "sync_steps": 16,
@@ -588,7 +584,6 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
     fault_tolerance = {
         "enable": True,
         "group_size": 2,
-        "finish_timeout_seconds": 2.0,
         "process_group_timeout_ms": 3000,
         "semi_sync_method": "diloco",
         "sync_steps": 4,
@@ -627,7 +622,6 @@ def test_what_a_group_waited_for_is_what_it_waited_for(monkeypatch: pytest.Monke
 
 STREAMING = {
     "enable": True,
-    "finish_timeout_seconds": 2.0,
     "process_group_timeout_ms": 20_000,
     "semi_sync_method": "diloco",
     "num_fragments": 2,
@@ -678,7 +672,7 @@ def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
 ) -> None:
     """The joiner trains the step behind it. One that comes late is loaded in the next, so that nobody waits for that:
     to load takes a while."""
-    fault_tolerance = {"enable": True, "group_size": 2, "finish_timeout_seconds": 2.0, "process_group_timeout_ms": 3000}
+    fault_tolerance = {"enable": True, "group_size": 2, "process_group_timeout_ms": 3000}
     times = {"transfer_seconds": (seconds, seconds), "restart_seconds": (restart, restart), "compute_seconds": 0.4}
     with standins.installed():
         world = Schedule(2, Options(2, ranks, 12, fault_tolerance, **times), (KillGroups(1.0, (1,)),)).run(traces=True)
@@ -715,7 +709,7 @@ def test_a_fault_that_waits_for_its_moment_disturbs_the_world_when_it_comes(monk
     disturbed = []
     monkeypatch.setattr(World, "silenced", lambda self, *_: disturbed.append(self.disturbed))
     with standins.installed():
-        fault_tolerance = {"enable": True, "group_size": 2, "finish_timeout_seconds": 2.0}
+        fault_tolerance = {"enable": True, "group_size": 2}
         options = Options(2, 1, 3, fault_tolerance, compute_seconds=2.0)
         world = Schedule(1, options, (Freeze(0.5, 0, -1, 0.2, "exchange"),)).run(traces=True)
     assert not world.problems

@@ -29,6 +29,7 @@ from tests.simulation.transfer import Transfers
 from tests.simulation.waiting import WaitJudge
 from titan_ft.config import FaultTolerance
 from titan_ft.engine import drain
+from titan_ft.engine import step as engine_step
 from titan_ft.membership import seat
 from titan_ft.protocol.decision import Done, GiveUp, Wait
 from titan_ft.protocol.errors import ReplicaError
@@ -91,6 +92,7 @@ class Options:
         scarce: chance that a donor's host is short of memory, so that it copies a part.
         forgets: whether data loaders do not go on where their state was saved.
         probe_seconds: that a group waits for a quorum before it looks for the lighthouse.
+        finish_seconds: that groups which have finished wait for others.
         room: updates for which that rank of a group has memory which has least; 0 = for as many as there are.
     """
 
@@ -129,6 +131,7 @@ class Options:
     scarce: float = 0.0
     forgets: bool = False
     probe_seconds: float = 20.0
+    finish_seconds: float = 2.0
 
     @property
     def round_steps(self) -> int:
@@ -359,7 +362,8 @@ class World(standins.World):
         """Run until all groups have ended or a promise is broken; returns what was broken."""
         kernel = self.kernel
         standins.enter(kernel, self)
-        probe_seconds, seat.PROBE_SECONDS = seat.PROBE_SECONDS, self.options.probe_seconds
+        former = seat.PROBE_SECONDS, engine_step.FINISH_SECONDS
+        seat.PROBE_SECONDS, engine_step.FINISH_SECONDS = self.options.probe_seconds, self.options.finish_seconds
         try:
             for slot in range(self.options.groups):
                 if slot not in self.options.absent:
@@ -381,7 +385,7 @@ class World(standins.World):
         finally:
             kernel.close()
             standins.enter(None, None)
-            seat.PROBE_SECONDS = probe_seconds
+            seat.PROBE_SECONDS, engine_step.FINISH_SECONDS = former
             for rank in self.ranks.values():
                 rank.state.forget_hooks()
         return self.problems
@@ -392,7 +396,7 @@ class World(standins.World):
         config = self.config
         waits = config["join_timeout_ms"] + config["process_group_timeout_ms"] + config["heartbeat_timeout_ms"]
         rounds = 3 * self.options.round_seconds if config["semi_sync_method"] else 0.0
-        return 30.0 + rounds + waits / 1000 + config["start_timeout_seconds"] + config["finish_timeout_seconds"]
+        return 30.0 + rounds + waits / 1000 + config["start_timeout_seconds"] + self.options.finish_seconds
 
     def say(self, who: str, text: str) -> None:
         """Write a line of the trace."""

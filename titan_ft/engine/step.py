@@ -55,6 +55,9 @@ from titan_ft.run.log import EventLog
 logger = logging.getLogger(__name__)
 
 
+FINISH_SECONDS = 60.0
+"""That groups with the final state wait for a missing group which shows no sign of life; they wait longer for one that
+does. A group that comes later has lost nothing: it finds that the job has finished, and ends as a success."""
 _LOOKS_PER_TURN = 2  # at whether a group that is to save has begun to; `_LOOK_SECONDS` apart
 _LOOK_SECONDS = 0.5
 _SAY_SECONDS = 1.0  # of waiting with the final state, before the group says for whom: the others may be a moment late
@@ -363,7 +366,7 @@ class ReplicaDimension:
         return self._heal.ended_on_update
 
     def finish(self) -> str | None:
-        """Stay until every group holds the final state, or `finish_timeout_seconds` passed without news; then leave.
+        """Stay until every group holds the final state, or `FINISH_SECONDS` passed without news; then leave.
 
         Not while groups live that are not in the quorum: in the midst of a long step they are in none.
 
@@ -374,7 +377,7 @@ class ReplicaDimension:
         digest = self._rounds.take_digest()
         self._position.finish()
         began = self._group.clock()
-        deadline = began + self._config.finish_timeout_seconds
+        deadline = began + FINISH_SECONDS
         complete = False
         while True:
             outcome = self._rounds.make()
@@ -388,7 +391,7 @@ class ReplicaDimension:
             complete = all(self._group.gather(int(isinstance(decision, decisions.Done))))
             now = self._group.clock()
             if self._is_needed(outcome):
-                deadline = now + self._config.finish_timeout_seconds
+                deadline = now + FINISH_SECONDS
             if now >= deadline and isinstance(outcome, Round) and self._look_for_outsiders(outcome):
                 deadline = now + ALONE_SECONDS
             if now >= deadline:
@@ -410,9 +413,9 @@ class ReplicaDimension:
     def _end_without(self, outcome: Round | Broken, seconds: float) -> None:
         slots = self._find_unfinished(outcome) or self._waits_to_end_for
         logger.warning(
-            "ending without groups %s: fault_tolerance.finish_timeout_seconds (%g s) is over",
+            "ending without groups %s: they did not come for the final state within %g s",
             slots,
-            self._config.finish_timeout_seconds,
+            FINISH_SECONDS,
         )
         self._events.emit(EndedWithout(step=self._position.step, slots=slots, seconds=seconds))
 

@@ -118,7 +118,6 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         f"{TABLE}.job_id": "each launch has a name of its own",
         f"{TABLE}.lighthouse": _NETWORK,
         f"{TABLE}.start_timeout_seconds": _WAITS,
-        f"{TABLE}.finish_timeout_seconds": _WAITS,
         f"{TABLE}.heartbeat_timeout_ms": _WAITS,
         f"{TABLE}.join_timeout_ms": _WAITS,
         f"{TABLE}.advertise_address": _NETWORK,

@@ -355,7 +355,7 @@ class WaitingToEnd(RankEvent, kw_only=True):
 
 
 class EndedWithout(RankEvent, kw_only=True):
-    """The group ends, though some groups never came for the final state: `finish_timeout_seconds` passed."""
+    """The group ends, though some groups never came for the final state: `FINISH_SECONDS` passed."""
 
     step: int  # committed steps of this group
     slots: list[int]  # groups without which the job ends
