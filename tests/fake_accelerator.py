@@ -21,12 +21,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -81,8 +79,6 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Let what is queued from now on wait for an event of another stream; the host goes on."""
-
-        self._accelerator.waits.setdefault(threading.current_thread().name, []).append(self)
 
         def pass_by() -> bool:
             if not event.done:
@@ -195,10 +191,8 @@ class FakeAccelerator:
         self._pinned: set[int] = set()  # addresses of storages
         self.streams: list[Stream] = []
         self.defaults = [Stream(self, torch.device(_ON_DEVICE, index)) for index in range(num_devices)]
-        self.waits: dict[str, list[Stream]] = {}  # by thread: the streams that it has let wait for another one
         self.host_waits: Counter[str] = Counter()  # by thread: how often it has waited itself
         self.free_bytes = 0  # what each device says that it has left
-        self.pageable: Counter[str] = Counter()  # by thread: copies from pageable memory, while which a host waits too
 
     # torch.accelerator
 
@@ -399,7 +393,6 @@ class FakeAccelerator:
         from_host, to_host = (not isinstance(tensor, Late) for tensor in (source, target))
         if from_host and not self.is_pinned(source):
             source = source.clone()  # the driver stages it before the call returns
-            self.pageable[threading.current_thread().name] += 1
         to, of = _memories((target, source))
         where = source.where if isinstance(source, Late) else target.where  # type: ignore[attr-defined]  # one of them
         self._queue(lambda: to.copy_(of), where)
@@ -463,106 +456,6 @@ class _Torch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
-
-
-class LateWork:
-    """An operation of a process group: to wait for it lets the current stream wait, not the host."""
-
-    def __init__(self, accelerator: FakeAccelerator, event: Event) -> None:
-        self._accelerator, self._event = accelerator, event
-
-    def wait(self) -> bool:
-        self._accelerator.current_stream(self._event.stream.where).wait_event(self._event)
-        return True
-
-
-class LateNccl:
-    """A member of a process group that sums as NCCL does: on a stream of its own, behind the current one.
-
-    Args:
-        parts: what the members of the process group share.
-    """
-
-    def __init__(self, accelerator: FakeAccelerator, rank: int, num_members: int, parts: dict[int, Any]) -> None:
-        self._accelerator, self._rank, self._num_members, self._parts = accelerator, rank, num_members, parts
-        self._stream = Stream(accelerator, torch.device(_ON_DEVICE, rank))
-        self._num_operations = 0
-        self._error: Exception | None = None
-
-    def abort(self) -> None:
-        """End all operations: those that have yet to come to their end leave anything behind, whenever they do."""
-        self._error = RuntimeError("aborted")
-
-    def errored(self) -> Exception | None:
-        """Return why it was aborted."""
-        return self._error
-
-    @property
-    def parent(self) -> Any:
-        """Return what carries out a collective, as torchft does."""
-        return self
-
-    def deadline(self, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
-        """Break off nothing."""
-        return contextlib.nullcontext()
-
-    def allreduce(self, tensors: list[Late], options: Any = None) -> LateWork:
-        """Sum a tensor over the members."""
-        (own,) = tensors
-        return self._run(own, lambda parts: own.memory.copy_(functools.reduce(torch.add, parts)), tensors)
-
-    def allgather(self, outputs: list[list[Late]], tensors: list[Late], options: Any = None) -> LateWork:
-        """Gather the members' tensors."""
-
-        def spread(parts: list[torch.Tensor]) -> None:
-            for output, part in zip(outputs[0], parts, strict=True):
-                output.memory.copy_(part)
-
-        return self._run(tensors[0], spread, outputs[0])
-
-    def alltoall_base(self, output: Late, given: Late, *_: Any) -> LateWork:
-        """Give each member its row."""
-
-        def spread(parts: list[torch.Tensor]) -> None:
-            output.memory.copy_(torch.stack([part[self._rank] for part in parts]))
-
-        return self._run(given, spread, [output])
-
-    def _run(self, own: Late, act: Callable[[list[torch.Tensor]], object], results: list[Late]) -> LateWork:
-        assert self._error is None, "process group not initialized"  # as torchft's
-        accelerator = self._accelerator
-        parts = self._parts.setdefault(self._num_operations, {})
-        self._num_operations += 1
-
-        def give() -> bool:
-            parts[self._rank] = own.memory.clone()
-            return True
-
-        def end() -> bool:
-            if self._error is not None:
-                for result in results:
-                    result.memory.fill_(7)
-                return True
-            if len(parts) < self._num_members:
-                return False
-            act([parts[rank] for rank in range(self._num_members)])
-            return True
-
-        self._stream.wait_stream(accelerator.current_stream(own.where))
-        accelerator.enqueue(self._stream, give)
-        accelerator.enqueue(self._stream, end)
-        return LateWork(accelerator, self._stream.record_event())
-
-
-def move(module: nn.Module, where: torch.device) -> None:
-    """Put a module's parameters and buffers on a device, as new parameters."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                part._parameters[name] = nn.Parameter(parameter.detach().to(where), parameter.requires_grad)
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = buffer.to(where)
 
 
 @contextlib.contextmanager
