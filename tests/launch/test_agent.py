@@ -310,6 +310,7 @@ def test_the_event_of_an_exit_names_the_line() -> None:
     error = WorkerError("RuntimeError: boom", transient=False, time=1.0, where="mybug.py:15")
     told = WorkerExit(0, 1, 1, error).event(0, disturbed=False, log=Path("rank-0.log"))
     assert (told.error, told.where, told.log) == ("RuntimeError: boom", "mybug.py:15", "rank-0.log")
+    assert told.error_kind == "RuntimeError"
     assert WorkerExit(0, 1, -9).event(0, disturbed=False, log=None).where is None
 
 

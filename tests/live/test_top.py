@@ -75,7 +75,7 @@ def shown(run: RunStatus, width: int = 80, height: int | None = None, now: float
 def test_what_a_resume_changed_is_said() -> None:
     """Whoever looks on learns that the run goes on with another LR; a harmless change is no news."""
     run = fold(launched(2))
-    assert [text for _, text in run.lines] == ["launched: 2 groups x 2 ranks"]
+    assert [line.text for line in run.lines] == ["launched: 2 groups x 2 ranks"]
     start = launched(2)
     start.changed = {
         "optimizer.lr": ChangedField(before=8e-4, now=1e-3, kind="arithmetic"),
@@ -83,7 +83,7 @@ def test_what_a_resume_changed_is_said() -> None:
     }
     run = fold(start)
     said = "launched: 2 groups x 2 ranks; optimizer.lr = 0.001 (was 0.0008, of the arithmetic)"
-    assert [text for _, text in run.lines] == [said]
+    assert [line.text for line in run.lines] == [said]
 
 
 def story(replicas: int = 4, steps: int = 30) -> RunStatus:
@@ -237,7 +237,7 @@ def test_full_terminal_of_the_usual_size() -> None:
     table = next(number for number, line in enumerate(lines) if line.startswith("group"))
     assert [line.split()[0] for line in lines[table + 1 : table + 5]] == ["0", "1", "2", "3"]
     assert len(lines) <= 24
-    happened = [line for _, line in story().lines]
+    happened = [line.text for line in story().lines]
     told = " ".join(line[10:] for line in lines[table:])
     assert all(text in told for text in happened[1:])  # each whole, over two lines where it takes them
     assert [row[0] for row in hosts_table(lines)] == ["host", "node00", "and"]
@@ -419,7 +419,7 @@ def test_going_back_is_announced() -> None:
         None,
         None,
     ]
-    assert [text for _, text in run.lines][-2:] == told[:2]
+    assert [line.text for line in run.lines][-2:] == told[:2]
     assert run.observe(event("started_anew", 0, attempt=1)).startswith("group 0 starts anew from step 0")
 
 

@@ -133,3 +133,31 @@ def test_builder_refuses_what_the_schema_has_not() -> None:
         event("hung", step="x")
     with pytest.raises(ValueError, match="Batches must have the field first"):
         event("step_committed", data={"first": 1})
+
+
+def test_a_mistake_is_known_by_its_code_and_not_by_words() -> None:
+    """A user's exception may begin with any words."""
+    mistake = event("worker_exited", code=2, error="ConfigError: x must be y", error_kind="ConfigError")
+    assert mistake.is_mistake
+    assert not event("worker_exited", code=2, error="ConfigError: of mine", error_kind="MyError").is_mistake
+    gave_up = event("replica_gave_up", cause="config", error="ConfigError: x must be y", error_kind="ConfigError")
+    assert gave_up.mistake == "x must be y"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "severity"),
+    [
+        ("worker_exited", {"signal": "SIGKILL"}, "failure"),
+        ("worker_exited", {"signal": "SIGKILL", "stopped": True}, "notice"),
+        ("worker_exited", {"code": 0}, "notice"),
+        ("replica_gave_up", {}, "failure"),
+        ("group_lost", {}, "failure"),
+        ("checkpoint_saved", {}, "notice"),
+        ("fault_injected", {}, "chaos"),
+        ("launch_finished", {"code": 1}, "failure"),
+        ("launch_finished", {"code": 130, "signal": "SIGINT"}, "notice"),
+        ("launch_finished", {"reason": "all groups failed or not"}, "notice"),
+    ],
+)
+def test_an_event_says_how_it_is_to_be_taken(name: str, fields: dict[str, object], severity: str) -> None:
+    assert event(name, **fields).severity == severity

@@ -126,6 +126,8 @@ class Incident:
     """The last transfer of state to one of the groups before that; None without."""
     failures: tuple[Failure, ...] = ()
     drains: tuple[Drain, ...] = ()
+    lighthouse: bool = False
+    """Whether the fault hit the lighthouse."""
 
     @property
     def is_listed(self) -> bool:
@@ -432,6 +434,7 @@ def _describe(
         replicas=tuple(sorted(one.groups)),
         rank=None if one.fault is None else one.fault.rank,
         shot=None if one.fault is None else one.fault.shot,
+        lighthouse=one.fault is not None and one.fault.lighthouse,
         ended=bool(one.ended),
         stall_seconds=stall,
         rejoin_seconds=max(known) if known and len(known) == len(rejoins) else None,

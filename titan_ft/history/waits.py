@@ -1,16 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long the job waited for each group, and why: sums of `StepCommitted.waits`.
+"""How long the job waited for each group, and why, as `StepCommitted.waits` say.
 
-`find_waits` returns a `StepWait` for each commit, awaited group and reason. `sum_by_slot` adds
-these up for a table or a chart: {2: {"lost": 1.4, "catching_up": 0.03}} means that the job waited
-1.4 s in all for group 2 while it was lost, and 0.03 s while it caught up. `REASONS` has a phrase
+`find_waits` returns a `StepWait` for each commit, awaited group and reason. `REASONS` has a phrase
 for each reason of `titan_ft.run.events.Waited.why`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -82,14 +79,6 @@ def _longest_waits(commits: Iterable[StepCommitted]) -> list[StepWait]:
                 time=commit.time,
             )
     return list(longest.values())
-
-
-def sum_by_slot(record: RunRecord) -> dict[int, dict[str, float]]:
-    """Return, by awaited group and reason, the seconds that the job waited."""
-    sums: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for wait in find_waits(record):
-        sums[wait.slot][wait.why] += wait.seconds
-    return {slot: dict(seconds_by_reason) for slot, seconds_by_reason in sorted(sums.items())}
 
 
 def count_unknown(record: RunRecord) -> int:

@@ -396,10 +396,15 @@ class Agent:
         if line:
             where = line if log is None else f"{log}: {line}"
         error = where if log is None else line
-        self._announce_give_up(attempt, failure.rank, GiveUp(why.cause, reason), "" if log is None else str(log), error)
+        kind = None if failure.error is None or failure.is_early else failure.error.type_name
+        self._announce_give_up(
+            attempt, failure.rank, GiveUp(why.cause, reason), "" if log is None else str(log), error, kind
+        )
         self.spec.say(f"{reason}; {where}")
 
-    def _announce_give_up(self, attempt: int, rank: int | None, why: GiveUp, log: str, error: str) -> None:
+    def _announce_give_up(
+        self, attempt: int, rank: int | None, why: GiveUp, log: str, error: str, error_kind: str | None = None
+    ) -> None:
         self._events.emit(
             ReplicaGaveUp(
                 attempt=attempt,
@@ -408,6 +413,7 @@ class Agent:
                 reason=why.reason,
                 log=log or NO_LOG,
                 error=error,
+                error_kind=error_kind,
             )
         )
 

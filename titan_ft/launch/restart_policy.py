@@ -15,6 +15,7 @@ from titan_ft.launch.own_end import EARLY_END, code_of, kind_of_end, may_be_the_
 from titan_ft.run.appender import any_is_cut
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import (
+    LIGHTHOUSE_ERROR,
     Drained,
     FaultInjected,
     LaunchStarted,
@@ -350,7 +351,7 @@ class CommonEnd:
         if any_committed or event.cause not in (CRASH_LOOP, NETWORK):
             return ""
         line = f"group {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"
-        if event.cause == NETWORK and not event.error.startswith("LighthouseError"):  # which has a remedy of its own
+        if event.cause == NETWORK and event.error_kind != LIGHTHOUSE_ERROR:  # which has a remedy of its own
             line += "; check the network, or name data that are on this host (training.dataset_path)"
         return line
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_ft.history.attempts import InjectedFaults
 from titan_ft.history.checks.judgement import count
@@ -45,6 +45,15 @@ _OF_LAUNCH: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.LaunchStopping: lambda e: f"all groups are asked to leave: {e.reason}",
     ev.LaunchFinished: lambda e: f"over: {e.reason} (exit status {e.code})",
 }
+
+
+class Line(NamedTuple):
+    """Something that happened, for people."""
+
+    time: float
+    """Unix seconds."""
+    text: str
+    severity: ev.Severity
 
 
 class CommittedSteps:
@@ -131,8 +140,8 @@ class RunStatus:
         self.num_lighthouse_restarts = 0
         self.hosts = HostsSoFar()
         self.ranks = RanksSoFar()
-        self.lines: deque[tuple[float, str]] = deque(maxlen=MAX_LINES)
-        """What happened, with its Unix seconds."""
+        self.lines: deque[Line] = deque(maxlen=MAX_LINES)
+        """What happened."""
         self.started: float | None = None
         """Unix seconds of the first event; None before it."""
         self.last = 0.0
@@ -226,7 +235,7 @@ class RunStatus:
         of_launch = _OF_LAUNCH.get(type(event))
         shown = of_launch(event) if of_launch else line
         if shown:
-            self.lines.append((event.time, shown))
+            self.lines.append(Line(event.time, shown, event.severity))
         return line
 
     def observe_cut(self, files: set[str], now: float) -> str | None:

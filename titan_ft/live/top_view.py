@@ -19,11 +19,13 @@ from titan_ft.live.group_table import EXPLAINED, GAP, group_table, number, shown
 from titan_ft.live.rank_table import rank_lines
 from titan_ft.live.run_status import RunStatus, shape
 from titan_ft.live.status import TRAINING, GroupStatus
+from titan_ft.run.events import Severity
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
+_STYLE_OF: dict[Severity, str] = {"notice": "", "chaos": "magenta", "failure": "red"}
 _STYLES = {"green": "green", "amber": "yellow", "red": "red"}
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 MAX_HOSTS = 4
@@ -108,8 +110,8 @@ def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: boo
 def _happened(run: RunStatus, screen: Screen) -> list[Text]:
     """Return what happened, each line wrapped to the width: the reason of a failure is never cut off."""
     lines: list[Text] = []
-    for moment, text in list(run.lines)[-MAX_SHOWN:]:
-        lines += _line(moment - (run.started or 0.0), text, screen.width)
+    for line in list(run.lines)[-MAX_SHOWN:]:
+        lines += _line(line.time - (run.started or 0.0), line.text, line.severity, screen.width)
     return lines
 
 
@@ -243,12 +245,8 @@ def _shown(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
     return shown, f"and {sum(hidden.values())} more: {states}" if max_rows > 0 else ""
 
 
-def _line(seconds: float, text: str, width: int) -> list[Text]:
-    style = ""
-    if text.startswith(("fault: ", "chaos ")):
-        style = "magenta"
-    elif any(word in text for word in (" died", " failed", " hangs", " is lost", "different digests", "not finite")):
-        style = "red"
+def _line(seconds: float, text: str, severity: Severity, width: int) -> list[Text]:
+    style = _STYLE_OF[severity]
     first, *more = textwrap.wrap(text, max(16, width - 10), break_on_hyphens=False)[:MAX_WRAPPED] or [""]
     lines = [_text(f"{clock(seconds):>8}  ", "dim").append(first, f"not dim {style}")]
     return lines + [_text(CONTINUED).append(part, style) for part in more]

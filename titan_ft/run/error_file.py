@@ -105,6 +105,11 @@ class WorkerError:
         """What is the same for the same exception in another process: without numbers, addresses, ids."""
         return kind_of(self.text)
 
+    @property
+    def type_name(self) -> str:
+        """The exception's type by itself."""
+        return self.text.partition(":")[0]
+
 
 def kind_of(text: str) -> str:
     """Return what two exceptions must have in common to be the same one."""

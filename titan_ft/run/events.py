@@ -13,12 +13,16 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-_CONFIG_ERROR = "ConfigError: "
-"""Begins the text of an error that names a mistake of the user's."""
+CONFIG_ERROR = "ConfigError"
+"""Kind of an error that names a mistake of the user's."""
+LIGHTHOUSE_ERROR = "LighthouseError"
+"""Kind of an error that names the lighthouse, and says what to do."""
+Severity = Literal["notice", "chaos", "failure"]
+"""How a person should take an event: something went on, was injected, or failed."""
 
 
 def _snake(name: str) -> str:
@@ -42,6 +46,11 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event",
         """Return its name, which is the field `event` of its line."""
         return str(self.__struct_config__.tag)
 
+    @property
+    def severity(self) -> Severity:
+        """How a person should take it."""
+        return "failure" if isinstance(self, FAILURES) else "notice"
+
 
 class RankEvent(Event, kw_only=True):
     """Announced by a worker, of itself or, where all ranks of a group come to the same finding, of its group."""
@@ -64,6 +73,10 @@ class LaunchEvent(Event, kw_only=True):
 
 class ChaosEvent(Event, kw_only=True):
     """Announced by what injects faults: the chaos runner (in the launcher, or `titan-ft chaos`), or a script."""
+
+    @property
+    def severity(self) -> Severity:
+        return "chaos"
 
 
 class LogEvent(Event, kw_only=True):
@@ -633,6 +646,7 @@ class WorkerExited(GroupEvent, kw_only=True):
     signal: str | None = None  # name of the signal that ended it, if one did
     # the exception that ended it: its type and the first line of its message; with code 0: that it ended too early
     error: str | None = None
+    error_kind: str | None = None  # the exception's type by itself, such as "ConfigError"
     # true where the reason may go by itself (a network, a lighthouse, other groups), or a fault was injected into the
     # attempt
     transient: bool | None = None
@@ -643,9 +657,13 @@ class WorkerExited(GroupEvent, kw_only=True):
     host: str | None = None  # name of its host, Slurm's where it has one
 
     @property
+    def severity(self) -> Severity:
+        return "notice" if self.stopped or self.cause is None else "failure"
+
+    @property
     def is_mistake(self) -> bool:
         """Whether the worker found a mistake in its config."""
-        return self.code == 2 and (self.error or "").startswith(_CONFIG_ERROR)
+        return self.code == 2 and self.error_kind == CONFIG_ERROR
 
     @property
     def cause(self) -> str | None:
@@ -699,6 +717,7 @@ class ReplicaGaveUp(GroupEvent, kw_only=True):
     reason: str  # why its last attempt ended, and why there is no other
     log: str  # path of the log of that rank, else of the agent
     error: str  # the exception that ended it; without one the line of the log that says why
+    error_kind: str | None = None  # the exception's type by itself; left out without one
     # why, as a code: "config", "final", "crash loop", "network", "restarts" (none is left), "host" (it is suspected),
     # "lost" (it was silent when all others had ended)
     cause: str | None = None
@@ -706,7 +725,7 @@ class ReplicaGaveUp(GroupEvent, kw_only=True):
     @property
     def mistake(self) -> str:
         """The mistake in the config that ended the group, which only a worker could find; empty for other causes."""
-        return self.error.removeprefix(_CONFIG_ERROR) if self.cause == "config" else ""
+        return self.error.removeprefix(f"{self.error_kind}: ") if self.cause == "config" else ""
 
 
 class SpareTookOver(GroupEvent, kw_only=True):
@@ -754,6 +773,10 @@ class LaunchFinished(LaunchEvent, kw_only=True):
     signal: str | None = None  # SIGINT (Ctrl-C), SIGTERM or SIGHUP, if that stopped the run: nothing has failed then
     # true where the launch itself failed, as when no lighthouse could be kept, and none of its groups
     own_failure: bool | None = None
+
+    @property
+    def severity(self) -> Severity:
+        return "failure" if self.code != 0 and self.signal is None else "notice"
 
 
 class LighthouseStarted(LaunchEvent, kw_only=True):
@@ -831,6 +854,17 @@ class FaultSkipped(FaultEvent, kw_only=True):
 
 ABSTRACT: tuple[type[Event], ...] = (Event, RankEvent, GroupEvent, LaunchEvent, ChaosEvent, LogEvent, FaultEvent)
 """Nobody announces these; they are what the others are derived from."""
+
+
+FAILURES: tuple[type[Event], ...] = (
+    AgentEnded,
+    DigestMismatch,
+    GradientExcluded,
+    GroupLost,
+    Hung,
+    ReplicaGaveUp,
+)
+"""Something failed that people should look at."""
 
 
 def kinds(base: type[Event] = Event) -> Iterator[type[Event]]:

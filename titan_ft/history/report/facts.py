@@ -37,7 +37,7 @@ class Recovery:
     def target(self) -> str:
         """Whom it hit, in words."""
         if not self.incident.replicas:
-            return "lighthouse" if "lighthouse" in self.incident.fault else "none"
+            return "lighthouse" if self.incident.lighthouse else "none"
         return name_groups(self.incident.replicas, self.incident.rank)
 
 
