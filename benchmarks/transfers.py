@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.run import BenchError, progress
 from titan_ft.transfer.snapshot import Snapshot, TrainState
-from titan_ft.transfer.state_fetch import fetch
+from titan_ft.transfer.state_fetch import CONNECTIONS, fetch
 from titan_ft.transfer.state_server import StateServer
 
 NUMS_DONORS = (1, 2, 4, 8)
@@ -94,9 +94,8 @@ def measure(state: Path, number: int, mbps: float, kill: bool = False) -> dict[s
             killer.start()
         started = time.monotonic()
         addresses = [f"127.0.0.1:{donor.port}" for donor in donors]
-        connections = 4  # the default of transfer_connections
         fetched = fetch(
-            addresses, token, _STEP, "1", connections, _TIMEOUT_SECONDS, lose=lambda place, _: lost.append(place)
+            addresses, token, _STEP, "1", CONNECTIONS, _TIMEOUT_SECONDS, lose=lambda place, _: lost.append(place)
         )
         seconds = time.monotonic() - started
         killer.cancel()

@@ -11,7 +11,7 @@ quick_jobs=( # beyond tests/cuda: deaths in an exchange, of a joiner, in a drain
     'tests/integration/test_kill.py::test_kill_at_point[2-exchange_first]'
     'tests/integration/test_heal.py::test_kill_joiner_during_its_heal[1-replay]'
     'tests/integration/test_heal.py::test_a_newcomer_has_the_state_before_a_quorum[1-donor]'
-    'tests/integration/test_catch_up.py::test_others_wait_for_a_joiner_whose_queue_is_full[catch_up_max_gb=0.006]'
+    'tests/integration/test_catch_up.py::test_others_wait_for_a_joiner_whose_queue_is_full'
     'tests/integration/test_drain.py::test_sigterm_in_mid_heal'
     'tests/integration/test_nonfinite.py::test_nan_of_one_group_is_left_out[1-shrink]'
     'tests/integration/test_arithmetic.py::test_token_weighted_mean[1-True]'

@@ -36,6 +36,7 @@ CHOICES = {
 
 REMOVED = {
     "bind_address": ("a donor serves its state at advertise_address", "set advertise_address"),
+    "catch_up_max_steps": ("catch_up_max_gb alone bounds the queue", "set catch_up_max_gb"),
     "connect_timeout_seconds": ("it is always 10 s", "remove it"),
     "events_folder": ("it is always events, below job.dump_folder", "remove it"),
     "finish_timeout_seconds": ("it is always 60 s", "remove it"),
@@ -49,6 +50,7 @@ REMOVED = {
     "quorum_timeout_seconds": ("it is always 60 s", "remove it"),
     "straggler_factor": ("it is always 1.5", "remove it"),
     "straggler_steps": ("it is always 5", "remove it"),
+    "transfer_connections": ("it is always 4", "remove it"),
     "vote_timeout_seconds": ("it is always 60 s", "remove it"),
 }
 """Former fields of the table: what holds instead, and what to do."""
@@ -202,20 +204,12 @@ class FaultTolerance:
     what fits on the GPU besides. Set a number if other programs need the host's memory as well. Set
     `TITAN_FT_RANKS_ON_HOST` if you start several groups on one host by hand."""
 
-    catch_up_max_steps: int = 0
-    """Most updates that a group queues, whatever their size. 0 leaves the limit to
-    `catch_up_max_gb`."""
-
     heal_donors: int = 8
     """Groups from which a joiner fetches the state at once, a part from each. Each donor copies its
     state to host memory and keeps that memory for the next copy; on a GPU it takes the memory after
     the first update already, unless this is 1. Lower it if host memory is scarce; a donor without
     room copies its part only. 0 takes all groups that hold the state. With `semi_sync_method` it is
     always one."""
-
-    transfer_connections: int = 4
-    """Connections that a rank of a joiner opens at once, divided among its donors, at least one to
-    each; >= 1."""
 
     transfer_timeout_seconds: float = 300.0
     """Seconds that one transfer of state may take before the joiner tries another donor; > 0. Raise
@@ -545,7 +539,6 @@ _ZERO_MEANS = {
     "digest_every": "never compares",
     "transfer_max_mbps": "sends as fast as it goes",
     "catch_up_max_gb": "takes half of the host's free memory",
-    "catch_up_max_steps": "leaves it to catch_up_max_gb",
     "heal_donors": "takes all groups that hold the state",
     "hang_timeout_seconds": "never ends a worker",
     "sync_deadline_seconds": "makes all steps of a round",
@@ -561,9 +554,6 @@ def _number_rules(ft: FaultTolerance) -> Iterator[Rule]:
     for name, meaning in _ZERO_MEANS.items():
         value = getattr(ft, name)
         yield value >= 0, f"{TABLE}.{name}", "must be >= 0", value, f"0 {meaning}"
-    for name in ("transfer_connections",):
-        value = getattr(ft, name)
-        yield value >= 1, f"{TABLE}.{name}", "must be >= 1", value, f"the default is {getattr(FaultTolerance, name)}"
 
 
 def _order_rules(ft: FaultTolerance) -> Iterator[Rule]:

@@ -532,8 +532,8 @@ def test_a_donor_that_still_gives_is_named(make: Callable[..., World]) -> None:
 
 
 def test_a_full_queue_lets_the_others_wait(make: Callable[..., World]) -> None:
-    """After catch_up_max_steps updates no more is committed until the state is there."""
-    world = make(catch_up_max_steps=3)
+    """After as many updates as may be queued no more is committed until the state is there."""
+    world = make(catch_up_max_gb=3.5 / 2**10)
     world.on_round = lambda number: world.release.set() if number == 20 else None
     world.heal.run()
     assert healed(world)
@@ -545,10 +545,9 @@ def test_a_full_queue_lets_the_others_wait(make: Callable[..., World]) -> None:
 @pytest.mark.parametrize(
     ("free", "other", "config", "most"),
     [
-        (None, 9, {"catch_up_max_steps": 3}, 3),
-        (2**50, 2, {"catch_up_max_steps": 3}, 2),  # another rank of the group has room for so many
+        (None, 9, {"catch_up_max_gb": 3.5 / 2**10}, 3),
+        (2**50, 2, {"catch_up_max_gb": 3.5 / 2**10}, 2),  # another rank of the group has room for so many
         (2**50, 9, {"catch_up_max_gb": 4.5 / 2**10}, 4),
-        (0, 9, {"catch_up_max_gb": 4.5 / 2**10, "catch_up_max_steps": 2}, 2),
         (2 * 2 * 3 * 2**20, 9, {}, 3),  # half of it, for two ranks, in updates of 1 MiB
         (2 * 2 * 3 * 2**20, 1, {}, 1),
         (0, 9, {}, 1),
@@ -589,7 +588,7 @@ def hurry(world: World, number: int, late: float) -> None:
 
 def test_a_newer_state_is_fetched_once_if_it_would_be_in_time(make: Callable[..., World]) -> None:
     """What slowed the transfer down is over, so a newer one is tried; with its queue full as well the others wait."""
-    world = make(catch_up_max_steps=4)
+    world = make(catch_up_max_gb=4.5 / 2**10)
 
     def go(number: int) -> None:
         hurry(world, number, late=0.6)
@@ -606,12 +605,12 @@ def test_a_newer_state_is_fetched_once_if_it_would_be_in_time(make: Callable[...
     assert world.donors == [[0, 1], [0, 1]], "that is no retry: all give, in the same order"
     assert world.applied == list(range(second + 1, world.step + 1))
     (renewed,) = world.named("catch_up_renewed")
-    assert "fault_tolerance.catch_up_max_steps" in renewed.reason  # type: ignore[attr-defined]  # a CatchUpRenewed
+    assert "fault_tolerance.catch_up_max_gb" in renewed.reason  # type: ignore[attr-defined]  # a CatchUpRenewed
 
 
 def test_a_newer_state_that_is_in_time_lets_nobody_wait(make: Callable[..., World]) -> None:
     """The transfer of the newer one ends before the queue is full again."""
-    world = make(catch_up_max_steps=4)
+    world = make(catch_up_max_gb=4.5 / 2**10)
 
     def go(number: int) -> None:
         hurry(world, number, late=0.6)
@@ -630,7 +629,7 @@ def test_a_newer_state_that_would_be_late_is_not_fetched(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, late: float, other: int
 ) -> None:
     """At the pace of late the queue would be full before its end, on some rank: the others wait at once."""
-    world = make(catch_up_max_steps=4)
+    world = make(catch_up_max_gb=4.5 / 2**10)
 
     def go(number: int) -> None:
         hurry(world, number, late)
@@ -655,7 +654,7 @@ def test_a_newer_state_that_would_be_late_is_not_fetched(
 
 def test_a_state_that_is_there_is_kept(make: Callable[..., World]) -> None:
     """It comes in the round that fills the queue: it may be the last one there is."""
-    world = make(catch_up_max_steps=4)
+    world = make(catch_up_max_gb=4.5 / 2**10)
 
     def go(number: int) -> None:
         hurry(world, number, late=1.0)

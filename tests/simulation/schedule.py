@@ -107,6 +107,7 @@ class _Draw:
         self.faults: list[Fault] = []
         self.changes: dict[str, Any] = {}
         self.config: dict[str, Any] = {}
+        self.room = 0
 
     def schedule(self, seed: int) -> Schedule:
         rng = self.rng
@@ -137,7 +138,8 @@ class _Draw:
             "coupling": 0.0 if flips else 0.1,
             "switch": rng.choice([0.05, 0.1, 0.4]),
         }
-        if not self.config["catch_up_max_steps"]:
+        drawn["room"] = self.room
+        if not self.room:
             # By a generator of its own: the rest of the schedule stays as it was.
             drawn["room"] = random.Random(f"room {seed}").choice([0, 1, 2, 3, 5])
         scarce = random.Random(f"scarce {seed}")
@@ -164,8 +166,8 @@ class _Draw:
             "batch_policy": rng.choice(["shrink", "shrink", "constant"]),
             "lr_policy": rng.choice(["none", "sqrt"]),
             "catch_up": rng.choice(["replay", "replay", "replay", "wait"]),
-            "catch_up_max_steps": rng.choice([0, 1, 2, 100]),
         }
+        self.room = rng.choice([0, 1, 2, 100])
         if rng.random() < 0.35:
             least = rng.choice([2, 2, self.groups])
             self.config["min_replica_size"] = least if self.groups > 2 else rng.choice([1, 2])
@@ -260,7 +262,8 @@ class _Draw:
     def last(self) -> None:
         """A group comes back, queues many updates, and all others die while it replays them."""
         self.groups, self.ranks, self.steps = 2, 1, 26
-        self.config |= {"group_size": 2, "catch_up": "replay", "catch_up_max_steps": 100, "min_replica_size": 1}
+        self.config |= {"group_size": 2, "catch_up": "replay", "min_replica_size": 1}
+        self.room = 100
         self.config["transfer_timeout_seconds"] = 60.0
         self.faults.append(Kill(0.5, 1, 0))
         self.faults.append(KillGroups(1.0, (0,), "fetched", of=1))
@@ -270,7 +273,8 @@ class _Draw:
     def rejoin(self) -> None:
         """A group comes back, and its transfer takes many steps of the others."""
         self.steps = self.rng.choice([6, 9])
-        self.config |= {"catch_up": "replay", "catch_up_max_steps": self.rng.choice([0, 0, 100, 3])}
+        self.config["catch_up"] = "replay"
+        self.room = self.rng.choice([0, 0, 100, 3])
         self.compute = self.changes["compute_seconds"] = self.rng.choice([0.1, 0.3])
         most = self.steps * self.compute
         # When it comes, the others are over its end and its start: they have made some steps since.

@@ -381,12 +381,11 @@ def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round()
         "join_timeout_ms": 60_000,
         "hang_timeout_seconds": 20.0,
         "batch_policy": "shrink",
-        "catch_up_max_steps": 2,
         "semi_sync_method": "local_sgd",
         "sync_steps": 5,
     }
     options = Options(2, 1, 4, fault_tolerance, jitter=0.08, compute_seconds=0.4, latency=0.002, switch=0.1)
-    options = dataclasses.replace(options, lag=0.00078125, restart_seconds=(0.1, 0.4), skew=7200.0)
+    options = dataclasses.replace(options, lag=0.00078125, restart_seconds=(0.1, 0.4), skew=7200.0, room=2)
     with standins.installed():
         for seed in range(11):
             assert not Schedule(seed, options, (Kill(3.5304, 0, 0), Hang(4.9817, 0, 0))).run().problems

@@ -746,9 +746,9 @@ class World(standins.World):
 
     def _judge_full_queue(self, rank: Rank, event: str, reason: str) -> None:
         """A joiner lets others wait, or begins anew, if it may queue no more, or is slow; it begins anew once."""
-        bounds = [bound for bound in (self.config["catch_up_max_steps"], self.options.room) if bound]
+        most = self.options.room or math.inf
         slow = "to replay" in reason and rank.unreplayed > 1
-        if not slow and rank.queued < min(bounds, default=math.inf):
+        if not slow and rank.queued < most:
             self.report("no stall for a joiner", f"{rank.process.name}: {event} with {rank.queued} updates")
         if event == "catch_up_renewed":
             rank.renewals += 1

@@ -40,7 +40,7 @@ from titan_ft.run.events import (
 from titan_ft.run.log import EventLog
 from titan_ft.transfer.host_memory import free_bytes, most_updates
 from titan_ft.transfer.snapshot import TrainState
-from titan_ft.transfer.state_fetch import fetch
+from titan_ft.transfer.state_fetch import CONNECTIONS, fetch
 from titan_ft.transfer.wire import TransferError
 
 logger = logging.getLogger(__name__)
@@ -427,7 +427,7 @@ class Heal:
                 self._token,
                 step,
                 str(config.replica_id),
-                config.transfer_connections,
+                CONNECTIONS,
                 config.transfer_timeout_seconds,
                 cancelled,
                 lose,
@@ -454,8 +454,6 @@ class Heal:
 
     def _queue_bound(self) -> str:
         """Name what bounds the queue."""
-        if self._most == self._config.catch_up_max_steps:
-            return "fault_tolerance.catch_up_max_steps"
         if self._config.catch_up_max_gb:
             return f"fault_tolerance.catch_up_max_gb ({self._config.catch_up_max_gb:g})"
         return "half of the host's free memory"

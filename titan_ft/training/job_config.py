@@ -33,7 +33,6 @@ _MAY_DIFFER = (
     "job_id",
     "lighthouse",
     "replica_id",
-    "transfer_connections",
     "transfer_max_mbps",
     "transfer_timeout_seconds",
 )

@@ -138,7 +138,7 @@ def most_updates(
     # The other half is for the state itself, and for whatever else there is.
     room = config.catch_up_max_gb * 2**30 or (math.inf if free is None else free / 2 / num_ranks)
     most = room / max(1, update_bytes) + (0 if config.catch_up_max_gb else on_device)
-    return max(1, int(min(config.catch_up_max_steps or _NO_BOUND, most)))
+    return max(1, int(min(_NO_BOUND, most)))
 
 
 def _on_host(root: Path) -> Iterator[int]:

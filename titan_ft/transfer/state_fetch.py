@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _CHUNK = 8 << 20  # bytes of one slice
 
+CONNECTIONS = 4
+"""Of a rank to its donors at once, divided among them, at least one to each. One connection is bounded by a core that
+checks its bytes; more than a few bring nothing (`bench.py --only transfer`)."""
 _MAX_TRIES = 3  # of one request, when connections break, and as many when checksums differ
 _STALL_SECONDS = 10.0  # of silence until a connection counts as broken
 _OFFER_SECONDS = 1.5  # for each thing that a group which is asked for an offer does
