@@ -19,8 +19,9 @@ import pytest
 from tests.event_builder import event as make
 from titan_ft.launch import agent as agent_module
 from titan_ft.launch import restart_policy
-from titan_ft.launch.agent import SENT_AWAY, point_to, root_failure
-from titan_ft.launch.worker_group import WorkerExit, visible_devices
+from titan_ft.launch.agent import SENT_AWAY, point_to
+from titan_ft.launch.worker_exit import WorkerExit, root_failure
+from titan_ft.launch.worker_group import visible_devices
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from titan_ft.launch.line import End, Hello, Line, Message, Over, State
-from titan_ft.launch.worker_group import WorkerExit
+from titan_ft.launch.worker_exit import WorkerExit
 from titan_ft.run.error_file import WorkerError
 
 Sockets = tuple[socket.socket, socket.socket]

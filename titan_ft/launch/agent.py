@@ -43,7 +43,6 @@ from titan_ft.config import LIGHTHOUSE_VARIABLE, ConfigError, FaultTolerance
 from titan_ft.launch.follower import STOPPED, Follower
 from titan_ft.launch.forks import check, preload
 from titan_ft.launch.hosts import MEETING_SECONDS, GroupWorkers, Hosts, Member, claim
-from titan_ft.launch.own_end import kind_of_end
 from titan_ft.launch.restart_policy import (
     AGENT_CRASHED_CODE,
     CONFIG,
@@ -59,6 +58,7 @@ from titan_ft.launch.restart_policy import (
     has_trained,
 )
 from titan_ft.launch.suspect import HostDeaths, SuspectPolicy
+from titan_ft.launch.worker_exit import WorkerExit, root_failure
 from titan_ft.launch.worker_group import (
     LOOPBACK,
     AttemptStore,
@@ -67,7 +67,6 @@ from titan_ft.launch.worker_group import (
     PlainStarter,
     Share,
     Starter,
-    WorkerExit,
     WorkerGroup,
     attempt_env,
     usual_env,
@@ -224,12 +223,13 @@ class Agent:
     def _run_attempts(self) -> int:
         attempt = self.spec.attempt
         restarted_because = self.spec.takeover
+        came_back = False
         while not self._stop:
             members = self._meet(attempt)
             if members is None:
                 return 1
             started = time.monotonic()
-            failure = self._run_attempt(attempt, restarted_because, members)
+            failure = self._run_attempt(attempt, restarted_because, members, came_back=came_back)
             self._attempt_events.poll()
             if self._too_late:
                 return 0
@@ -249,6 +249,7 @@ class Agent:
                 return status
             self._pause(decision)
             attempt += 1
+            came_back = failure is None
             restarted_because = SENT_AWAY if failure is None else failure.describe()
         return 1
 
@@ -263,8 +264,16 @@ class Agent:
             self.spec.say(why)
         return members
 
-    def _run_attempt(self, attempt: int, restarted_because: str, members: Sequence[Member]) -> WorkerExit | None:
-        """Run the group once; return the first worker that failed, None when all ended well."""
+    def _run_attempt(
+        self, attempt: int, restarted_because: str, members: Sequence[Member], *, came_back: bool
+    ) -> WorkerExit | None:
+        """Run the group once; return the first worker that failed, None when all ended well.
+
+        Args:
+            restarted_because: why it is started again; empty if it is not.
+            members: the agents of its other hosts.
+            came_back: whether it left in order before, so that the other groups do not wait for it.
+        """
         self._attempt_events = self._follow(attempt)
         if restarted_because:
             self._events.emit(ReplicaRestarted(attempt=attempt, reason=restarted_because, standby=self._starter.forks))
@@ -272,7 +281,7 @@ class Agent:
         first: WorkerExit | None = None
         announced: set[int] = set()
         try:
-            exits = self._wait_for_end(group, came_back=restarted_because == SENT_AWAY)
+            exits = self._wait_for_end(group, came_back=came_back)
             if root_failure(exits):
                 group.settle(CAUSE_SECONDS)
                 exits = group.exits()
@@ -308,11 +317,7 @@ class Agent:
         return GroupWorkers(attempt, share, store, local, self._hosts, members)
 
     def _wait_for_end(self, group: GroupWorkers, came_back: bool) -> list[WorkerExit]:
-        """Wait until all finished, one failed, or the group is to end; return those that ended by themselves.
-
-        Args:
-            came_back: whether the others do not wait for the group, because it left in order.
-        """
+        """Wait until all finished, one failed, or the group is to end; return those that ended by themselves."""
         looked = time.monotonic()
         while True:
             exits = group.exits()
@@ -437,36 +442,6 @@ def point_to(folder: Path, link: Path) -> None:
         new.unlink(missing_ok=True)
         new.symlink_to(folder.name, target_is_directory=True)
         new.replace(link)  # in one piece: there is no moment without it
-
-
-def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
-    """Return the worker whose end most likely caused the others', among those found ended at the same look.
-
-    A rank that was killed brings its peers down with a connection error before the next look, not the other way round.
-    Of ranks with exceptions the earliest one counts, as in torch elastic's `ChildFailedError`: later ones may follow.
-
-    A SIGABRT and an exit status without an exception (0 of an early end, too) may follow from a lost peer, for Gloo and
-    NCCL abort the process. So an exception that does not go by itself comes before them. A connection error comes after
-    them: it is what the peers of a rank end with that has aborted.
-    """
-    errors = [exit.error for exit in exits if exit.error is not None and not exit.is_early]
-    earliest = min(errors, key=lambda error: error.time, default=None)
-    is_explained = earliest is not None and not earliest.transient
-
-    def place(exit: WorkerExit) -> int:
-        if exit.code < 0 and exit.code != -signal.SIGABRT:
-            return 0
-        if exit.error is not None and not exit.is_early:
-            return 1 if is_explained else 2
-        if exit.is_early or kind_of_end(exit.code, None):
-            return 2 if is_explained else 1
-        return 3  # a rank that was told to end, and could not do so in order
-
-    def order(exit: WorkerExit) -> tuple[bool, int, float, int]:
-        when = exit.error.time if exit.error is not None else float("inf")
-        return exit.code != CONFIG_ERROR_CODE, place(exit), when, exit.rank
-
-    return min((exit for exit in exits if exit.failed), key=order, default=None)
 
 
 def main() -> int:

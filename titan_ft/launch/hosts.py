@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 
 from titan_ft.config import ConfigError
 from titan_ft.launch.line import GONE_SECONDS, End, Hello, Leave, Line, Over, Ping, Start, State
-from titan_ft.launch.worker_group import AttemptStore, Share, WorkerExit, WorkerGroup
+from titan_ft.launch.worker_exit import WorkerExit
+from titan_ft.launch.worker_group import AttemptStore, Share, WorkerGroup
 from titan_ft.run.address import ALL_HOSTS, split_address
 
 MEETING_SECONDS = 600.0

@@ -19,85 +19,16 @@ from typing import Any, BinaryIO, Literal, Protocol
 from titan_ft.launch import store_server
 from titan_ft.launch.forks import ForkedProcess, fork_module
 from titan_ft.launch.gpus import listed_gpus, num_gpus
-from titan_ft.launch.own_end import EARLY_END, kind_of_end
+from titan_ft.launch.worker_exit import ENDED_EARLY, WorkerExit
 from titan_ft.run import error_file
 from titan_ft.run.address import is_unspecified, usable_bind
-from titan_ft.run.error_file import WorkerError, read_error
-from titan_ft.run.events import WorkerExited
+from titan_ft.run.error_file import read_error
 from titan_ft.run.marks import has_left, remove_training_mark
 from titan_ft.run.orphan import PARENT_PID_ENV
 from titan_ft.run.process import node_name
 
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.01
-
-
-@dataclass(frozen=True)
-class WorkerExit:
-    """How one worker ended."""
-
-    rank: int
-    pid: int
-    code: int
-    """Exit status; negative: the signal, as in `subprocess`."""
-    error: WorkerError | None = None
-    """The exception that ended it, as far as it is known; `EARLY_END` of an early end."""
-    has_left: bool = False
-    """Whether it has left a mark that it was asked to leave, because its event could not be written."""
-    host: str = ""
-    """Name of its host."""
-    is_lost: bool = False
-    """Whether the agent of its host is gone, or its whole host. Then nobody saw the end, and `code` is SIGKILL."""
-
-    @property
-    def failed(self) -> bool:
-        return self.code != 0 or self.is_early
-
-    @property
-    def is_early(self) -> bool:
-        """Whether it ended with status 0 while it trained: neither was the last step made, nor did it leave."""
-        return self.code == 0 and self.error is not None
-
-    def describe(self) -> str:
-        """Say it in words, such as "rank 1 was killed by SIGKILL"."""
-        if self.is_lost:
-            return f"rank {self.rank} was lost with its host {self.host}, or with the agent there"
-        if self.is_early:
-            return f"rank {self.rank} ended with {EARLY_END}"
-        if self.code >= 0:
-            return f"rank {self.rank} ended with exit status {self.code}"
-        return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
-
-    def event(self, attempt: int, stopped_because: str = "", *, disturbed: bool, log: Path | None) -> WorkerExited:
-        """Return what is announced of it.
-
-        Args:
-            stopped_because: why it was ended from outside; empty if it ended by itself.
-            disturbed: whether its end says nothing about the run; see `AttemptEnd`.
-            log: its log, if it has one of its own.
-        """
-        reason = f"stopped because {stopped_because}" if stopped_because else self.describe()
-        event = WorkerExited(
-            rank=self.rank, attempt=attempt, worker_pid=self.pid, reason=reason, stopped=bool(stopped_because)
-        )
-        event.host = self.host or node_name()
-        if self.code >= 0:
-            event.code = self.code
-        else:
-            event.signal = signal.Signals(-self.code).name
-        if log is not None and (self.is_early or kind_of_end(self.code, None)):
-            event.log = str(log)
-        if self.error is not None:
-            event.error = self.error.text
-            event.error_kind = None if self.is_early else self.error.type_name
-            event.where = self.error.where or None
-        if self.failed:
-            event.transient = disturbed or (self.error is not None and self.error.transient) or None
-        return event
-
-
-ENDED_EARLY = WorkerError(EARLY_END, transient=False, time=0.0)
-"""The error of a worker that ended early; see `WorkerExit.is_early`."""
 
 
 class Starter(Protocol):
