@@ -2,25 +2,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A group on two hosts, an agent on each: a rank dies, an agent dies, a host vanishes, the first rank's host vanishes.
 
-The hosts are network namespaces at one switch. A third one has the lighthouse and another group, which trains on.
+A third host has the lighthouse and another group, which trains on. `tests/launch/test_two_hosts.py` shows the agents
+alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.namespaces import Hosts, three_hosts
 from titan_ft.launch.lighthouse import ANNOUNCEMENT
 from titan_ft.run import events as ev
 from titan_ft.run.log import read_events
@@ -40,78 +39,10 @@ TITAN_FT = (sys.executable, "-m", "titan_ft")
 A, B, C = range(3)
 
 
-class Hosts:
-    """Three network namespaces at a switch, which is a fourth one; each host has a name of its own."""
-
-    def __init__(self) -> None:
-        mark = uuid.uuid4().hex[:6]
-        self._switch = f"titan-ft-{mark}"
-        self._names = [f"{self._switch}-{letter}" for letter in "abc"]
-        for name in (self._switch, *self._names):
-            self._ip("netns", "add", name)
-        self._in(self._switch, "link add br0 type bridge")
-        self._in(self._switch, "link set br0 up")
-        for number, name in enumerate(self._names):
-            port = f"port{number}"
-            self._ip("link", "add", "eth7", "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
-            self._in(self._switch, f"link set {port} master br0")
-            self._in(self._switch, f"link set {port} up")
-            self._in(name, "link set lo up")
-            self._in(name, "link set eth7 up")
-            self._in(name, f"address add {self.address(number)}/24 dev eth7")
-
-    @staticmethod
-    def address(host: int) -> str:
-        return f"10.77.0.{host + 1}"
-
-    def command(self, host: int) -> list[str]:
-        """Return the words that run a command on a host."""
-        name = self._names[host]
-        renamed = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host-{'abc'[host]}"]
-        return ["ip", "netns", "exec", name, *renamed]
-
-    def plug(self, host: int, state: str) -> None:
-        """Connect a host to the switch, or part it: "up" or "down"."""
-        self._in(self._switch, f"link set port{host} {state}")
-
-    def lose(self, host: int) -> None:
-        """Let a host vanish: no other one hears how its processes end."""
-        self.plug(host, "down")
-        for pid in self._pids(self._names[host]):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        for name in (*self._names, self._switch):
-            for pid in self._pids(name):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=60, check=False)
-
-    def _pids(self, name: str) -> list[int]:
-        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=60, check=False)
-        return [int(pid) for pid in done.stdout.split()]
-
-    def _in(self, name: str, words: str) -> None:
-        self._ip("-n", name, *words.split())
-
-    @staticmethod
-    def _ip(*words: str) -> None:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=60, check=False)
-        if done.returncode:
-            raise OSError(f"ip {' '.join(words)}: {done.stderr}")
-
-
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    if os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
-        pytest.skip("needs root, iproute2 and util-linux")
-    try:
-        made = Hosts()
-    except OSError as error:
-        pytest.skip(f"needs network namespaces and a bridge ({error})")
-    yield made
-    made.close()
+    with three_hosts() as made:
+        yield made
 
 
 class Job:

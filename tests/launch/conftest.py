@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,10 @@ class FakeRun:
         except (FileNotFoundError, ProcessLookupError):
             return False
 
-    def start(self, *command: str) -> subprocess.Popen[str]:
-        """Start a Python command in a session of its own."""
+    def start(self, *command: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+        """Start a Python command in a session of its own; `prefix` are words that run it elsewhere."""
         process = subprocess.Popen(
-            [sys.executable, *command],
+            [*prefix, sys.executable, *command],
             env=self.env,
             stdout=self.stdout,
             stderr=subprocess.PIPE,

@@ -1,0 +1,113 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""How a worker ended, and which of several ends was the cause of the others."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ft.launch.own_end import EARLY_END, kind_of_end
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
+from titan_ft.run.error_file import WorkerError
+from titan_ft.run.events import WorkerExited
+from titan_ft.run.process import node_name
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How one worker ended."""
+
+    rank: int
+    pid: int
+    code: int
+    """Exit status; negative: the signal, as in `subprocess`."""
+    error: WorkerError | None = None
+    """The exception that ended it, as far as it is known; `EARLY_END` of an early end."""
+    has_left: bool = False
+    """Whether it has left a mark that it was asked to leave, because its event could not be written."""
+    host: str = ""
+    """Name of its host."""
+    is_lost: bool = False
+    """Whether the agent of its host is gone, or its whole host. Then nobody saw the end, and `code` is SIGKILL."""
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0 or self.is_early
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it ended with status 0 while it trained: neither was the last step made, nor did it leave."""
+        return self.code == 0 and self.error is not None
+
+    def describe(self) -> str:
+        """Say it in words, such as "rank 1 was killed by SIGKILL"."""
+        if self.is_lost:
+            return f"rank {self.rank} was lost with its host {self.host}, or with the agent there"
+        if self.is_early:
+            return f"rank {self.rank} ended with {EARLY_END}"
+        if self.code >= 0:
+            return f"rank {self.rank} ended with exit status {self.code}"
+        return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
+
+    def event(self, attempt: int, stopped_because: str = "", *, disturbed: bool, log: Path | None) -> WorkerExited:
+        """Return what is announced of it.
+
+        Args:
+            stopped_because: why it was ended from outside; empty if it ended by itself.
+            disturbed: whether its end says nothing about the run; see `AttemptEnd`.
+            log: its log, if it has one of its own.
+        """
+        reason = f"stopped because {stopped_because}" if stopped_because else self.describe()
+        event = WorkerExited(
+            rank=self.rank, attempt=attempt, worker_pid=self.pid, reason=reason, stopped=bool(stopped_because)
+        )
+        event.host = self.host or node_name()
+        if self.code >= 0:
+            event.code = self.code
+        else:
+            event.signal = signal.Signals(-self.code).name
+        if log is not None and (self.is_early or kind_of_end(self.code, None)):
+            event.log = str(log)
+        if self.error is not None:
+            event.error = self.error.text
+            event.where = self.error.where or None
+        if self.failed:
+            event.transient = disturbed or (self.error is not None and self.error.transient) or None
+        return event
+
+
+ENDED_EARLY = WorkerError(EARLY_END, transient=False, time=0.0)
+"""The error of a worker that ended early; see `WorkerExit.is_early`."""
+
+
+def root_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
+    """Return the worker whose end most likely caused the others', among those found ended at the same look.
+
+    A rank that was killed brings its peers down with a connection error before the next look, not the other way round.
+    Of ranks with exceptions the earliest one counts, as in torch elastic's `ChildFailedError`: later ones may follow.
+
+    A SIGABRT and an exit status without an exception (0 of an early end, too) may follow from a lost peer, for Gloo and
+    NCCL abort the process. So an exception that does not go by itself comes before them. A connection error comes after
+    them: it is what the peers of a rank end with that has aborted.
+    """
+    errors = [exit.error for exit in exits if exit.error is not None and not exit.is_early]
+    earliest = min(errors, key=lambda error: error.time, default=None)
+    is_explained = earliest is not None and not earliest.transient
+
+    def place(exit: WorkerExit) -> int:
+        if exit.code < 0 and exit.code != -signal.SIGABRT:
+            return 0
+        if exit.error is not None and not exit.is_early:
+            return 1 if is_explained else 2
+        if exit.is_early or kind_of_end(exit.code, None):
+            return 2 if is_explained else 1
+        return 3  # a rank that was told to end, and could not do so in order
+
+    def order(exit: WorkerExit) -> tuple[bool, int, float, int]:
+        when = exit.error.time if exit.error is not None else float("inf")
+        return exit.code != CONFIG_ERROR_CODE, place(exit), when, exit.rank
+
+    return min((exit for exit in exits if exit.failed), key=order, default=None)
