@@ -12,6 +12,7 @@ from titan_ft.chaos.effect import Effect
 from titan_ft.chaos.processes import Unreachable, Worker
 from titan_ft.chaos.schedule import GroupView, View
 from titan_ft.faults.fault import Fault, Need
+from titan_ft.faults.outside import Signal
 from titan_ft.run.events import (
     AgentEnded,
     Drained,
@@ -104,41 +105,27 @@ class Job:
         """Return all workers of the groups' newest lives."""
         return [worker for group in self._groups.values() for worker in group.workers.values()]
 
-    def workers(self, target: Target) -> list[Worker]:
-        """Return the workers that a target stands for; those that are known.
+    def processes(self, fault: Signal, target: Target) -> list[Worker]:
+        """Return the processes of a target that a fault signals; those that are known.
 
         Raises:
             Unreachable: none is.
         """
-        assert target.replica is not None, "the lighthouse is no worker"
-        workers = sorted(self.group(target.replica).workers.items())
-        known = [worker for rank, worker in workers if target.rank in (None, rank)]
+        if fault.processes == "lighthouse":
+            pid = self._lighthouse_pid()
+            if pid is None:
+                raise Unreachable("the lighthouse does not run right now")
+            return [Worker("the lighthouse", pid, host="")]
+        assert target.replica is not None, "only the lighthouse is in no group"
+        group = self.group(target.replica)
+        if fault.processes == "agent":
+            if group.agent is None:
+                raise Unreachable(f"the agent of group {target.replica} is not known")
+            return [group.agent]
+        known = [worker for rank, worker in sorted(group.workers.items()) if target.rank in (None, rank)]
         if not known:
             raise Unreachable(f"no worker of group {target.replica} has said where it runs")
         return known
-
-    def agent(self, target: Target) -> list[Worker]:
-        """Return the agent of a group.
-
-        Raises:
-            Unreachable: it is not known.
-        """
-        assert target.replica is not None, "the lighthouse has no agent"
-        agent = self.group(target.replica).agent
-        if agent is None:
-            raise Unreachable(f"the agent of group {target.replica} is not known")
-        return [agent]
-
-    def lighthouse(self) -> list[Worker]:
-        """Return the process of the lighthouse.
-
-        Raises:
-            Unreachable: there is none on this host.
-        """
-        pid = self._lighthouse_pid()
-        if pid is None:
-            raise Unreachable("the lighthouse does not run right now")
-        return [Worker("the lighthouse", pid, host="")]
 
     def group(self, replica: int) -> Group:
         """Return what is known of a group; of one that has said nothing yet, too."""

@@ -108,7 +108,7 @@ class Signals:
         due = [one for one in self._lasting if one.due <= until]
         for one in due:
             with suppress(Unreachable):
-                one.fault.stop(one.reach)
+                one.fault.stop(one.reach.send)
             one.reach.close()
             self._lasting.remove(one)
             one.effect.undo(self._wall())
@@ -116,7 +116,7 @@ class Signals:
             self._outcomes.undone(one.shot, one.effect.target)
 
     def _reach(self, fault: Signal, target: Target) -> Reach:
-        return self._processes.reach(fault.processes(self._job, target), self._job.everyone())
+        return self._processes.reach(self._job.processes(fault, target), self._job.everyone())
 
     def _hit(
         self,
@@ -138,7 +138,7 @@ class Signals:
         if fault.seconds_it_lasts:
             self._lasting.append(lasting)  # before the signal: an interrupt may come right after it
         try:
-            fault.start(reach)
+            fault.start(reach.send)
         except Unreachable:
             self._job.calm(effect)
             if lasting in self._lasting:

@@ -56,7 +56,7 @@ class Fault(Struct, frozen=True):
 
 
     A subclass with a `name` is in the catalogue. The first line of its docstring is its description in help and docs.
-    `outside.Signal` and `inside.InWorker` define `start`, on the processes or in the worker that the fault hits.
+    `outside.Signal` and `inside.InWorker` define `start`, for the processes or in the worker that the fault hits.
     """
 
     name: ClassVar[str]

@@ -131,7 +131,7 @@ class OutOfMemory(_InForward, frozen=True):
         worker.allocate(_IMPOSSIBLE_BYTES)
 
 
-class Exception_(_InForward, frozen=True):  # noqa: N801 - Python's own has the name
+class ExceptionInForward(_InForward, frozen=True):
     """Exception in one rank's forward pass."""
 
     name = "exception"

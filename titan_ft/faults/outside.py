@@ -5,16 +5,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from typing import ClassVar, Literal
 
 from titan_ft.faults.fault import Ending, Fault, Need
 from titan_ft.faults.schema import Count, PositiveNumber
 
-if TYPE_CHECKING:
-    from titan_ft.chaos.job import Job
-    from titan_ft.chaos.processes import Reach, Worker
-    from titan_ft.run.events import Target
+Send = Callable[[signal.Signals], None]
+"""Signals all processes of one target; raises `titan_ft.chaos.processes.Unreachable` when none of them is left."""
 
 
 class Signal(Fault, frozen=True):
@@ -22,21 +20,15 @@ class Signal(Fault, frozen=True):
 
     ends: ClassVar[Ending] = "restart"
     signum: ClassVar[signal.Signals]
+    processes: ClassVar[Literal["workers", "agent", "lighthouse"]] = "workers"
+    """The processes of the target that get the signal."""
 
-    def processes(self, job: Job, target: Target) -> Sequence[Worker]:
-        """Return the processes to hit.
+    def start(self, send: Send) -> None:
+        """Hit the processes."""
+        send(self.signum)
 
-        Raises:
-            Unreachable: they are not known.
-        """
-        return job.workers(target)
-
-    def start(self, processes: Reach) -> None:
-        """Hit the processes. Raises Unreachable when none of them is left."""
-        processes.send(self.signum)
-
-    def stop(self, processes: Reach) -> None:
-        """Undo it after `seconds_it_lasts`. Raises Unreachable when none of them is left."""
+    def stop(self, send: Send) -> None:
+        """Undo it after `seconds_it_lasts`."""
 
 
 class _Kill(Signal, frozen=True):
@@ -77,9 +69,7 @@ class KillAgent(_Kill, frozen=True):
     name = "kill_agent"
     scope = "group"
     needs = frozenset({Need.KEEPER})
-
-    def processes(self, job: Job, target: Target) -> Sequence[Worker]:
-        return job.agent(target)
+    processes = "agent"
 
 
 class TermGroup(Signal, frozen=True):
@@ -99,8 +89,8 @@ class _Stop(Signal, frozen=True):
     signum = signal.SIGSTOP
     seconds: PositiveNumber = 10.0
 
-    def stop(self, processes: Reach) -> None:
-        processes.send(signal.SIGCONT)
+    def stop(self, send: Send) -> None:
+        send(signal.SIGCONT)
 
 
 class StopRank(_Stop, frozen=True):
@@ -128,6 +118,4 @@ class KillLighthouse(Signal, frozen=True):
     takes_down = False
     min_up = 1
     needs = frozenset({Need.LIGHTHOUSE})
-
-    def processes(self, job: Job, target: Target) -> Sequence[Worker]:
-        return job.lighthouse()
+    processes = "lighthouse"
