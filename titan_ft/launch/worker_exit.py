@@ -73,6 +73,7 @@ class WorkerExit:
             event.log = str(log)
         if self.error is not None:
             event.error = self.error.text
+            event.error_kind = None if self.is_early else self.error.type_name
             event.where = self.error.where or None
         if self.failed:
             event.transient = disturbed or (self.error is not None and self.error.transient) or None
