@@ -23,7 +23,7 @@ from benchmarks.links import pace
 from benchmarks.member_facts import MemberFacts, exchange_with
 from titan_ft.device import local_shard
 from titan_ft.gradients import exchange, operations
-from titan_ft.gradients.bucket import Gradient, State, partition
+from titan_ft.gradients.bucket import BucketState, Gradient, partition
 from titan_ft.gradients.exchange import GradientExchange, Reduced
 from titan_ft.gradients.flight import ExchangeError
 from titan_ft.gradients.operations import Operations
@@ -1521,21 +1521,21 @@ def test_a_bucket_names_the_owner_of_its_memory(ring: Ring) -> None:
     ring.meet(rank, peer)
     states = lambda: {bucket.state for bucket in rank.exchange._buckets}  # noqa: E731
     rank.exchange.arm(NEWEST)
-    assert states() == {State.FILLING}
+    assert states() == {BucketState.FILLING}
     rank.backward(seed=1)
-    assert states() == {State.FILLING, State.FULL}, "one layer was not used: `finish` fills its bucket"
+    assert states() == {BucketState.FILLING, BucketState.FULL}, "one layer was not used: `finish` fills its bucket"
     peer.seat.process_group.abort()
     with pytest.raises(ExchangeError):
         rank.finish()
     ring.meet(rank)
     rank.finish()
-    assert states() == {State.SUMMED}
+    assert states() == {BucketState.SUMMED}
     rank.sums.write(1.0)
-    assert states() == {State.APPLIED}
+    assert states() == {BucketState.APPLIED}
     with pytest.raises(AssertionError, match="APPLIED"):
         rank.sums.write(1.0)
     rank.exchange.launch()
-    assert states() == {State.FULL}
+    assert states() == {BucketState.FULL}
     rank.finish()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from titan_ft.protocol.ledger import Entry, decode
 from titan_ft.protocol.member import Member, Quorum
-from titan_ft.protocol.report import Contribution, GradientUse, Report
+from titan_ft.protocol.report import Contribution, GradientUse, RoundReport
 from titan_ft.protocol.row import Row, Standing, Why
 
 TRAINED = Contribution(90, 100, 0.5, 0.7, 1.5, (Entry(0, 4, 1, b"state"),))
@@ -25,12 +25,12 @@ class Request:
     requested: bool = False
 
 
-def report(use: GradientUse = GradientUse.GIVE, began: float = 11.0, leave: Request | None = None) -> Report:
+def report(use: GradientUse = GradientUse.GIVE, began: float = 11.0, leave: Request | None = None) -> RoundReport:
     """Return the report of a group that trains and has made 7 updates."""
-    return Report(FACTS, TRAINED, use, 8, began, Why.CATCHING_UP, leave or Request())
+    return RoundReport(FACTS, TRAINED, use, 8, began, Why.CATCHING_UP, leave or Request())
 
 
-def row_of(made: Report, quorum: Quorum = QUORUM, gave: bool = True, came: float = 12.5) -> Row:
+def row_of(made: RoundReport, quorum: Quorum = QUORUM, gave: bool = True, came: float = 12.5) -> Row:
     """Return the row that is sent."""
     return Row.decode(made.complete(quorum, gave, came)[0], nonfinite=False)
 

@@ -40,7 +40,7 @@ from titan_ft.membership.agreement import Agreement
 from titan_ft.protocol import decision, member
 from titan_ft.protocol.errors import GaveUpError
 from titan_ft.protocol.position import Position
-from titan_ft.protocol.report import Report
+from titan_ft.protocol.report import RoundReport
 from titan_ft.run.events import DataOpened
 from titan_ft.training import checkpoint_choice
 
@@ -296,11 +296,11 @@ def stale_gradient_is_added(patch: Patch) -> None:
     def launch(former: Callable[..., Any], self: Any, newest_step: int | None, **options: Any) -> Any:
         return former(self, None if newest_step is None else 2**62, **options)
 
-    def complete(former: Callable[..., Any], self: Report, quorum: Any, gave: bool, came: float) -> Any:
+    def complete(former: Callable[..., Any], self: RoundReport, quorum: Any, gave: bool, came: float) -> Any:
         return former(self, quorum, gave and quorum.max_step <= self.newest_step, came)
 
     around(patch, exchange.GradientExchange, "_launch", launch)
-    around(patch, Report, "complete", complete)
+    around(patch, RoundReport, "complete", complete)
 
 
 @mutation(kinds=("flip", "freeze", "tail"), promises=("exact average", "one trajectory", "no work lost"))

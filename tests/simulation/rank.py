@@ -39,7 +39,7 @@ from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.member import Quorum
 from titan_ft.protocol.position import Position
-from titan_ft.protocol.report import NOTHING, Contribution, Report
+from titan_ft.protocol.report import NOTHING, Contribution, RoundReport
 from titan_ft.round_settings import quantizes
 from titan_ft.run.events import DataOpened, Drained, Event, Hung, RankSilent
 from titan_ft.training.checkpoint_choice import (
@@ -96,7 +96,7 @@ class _WatchedDonor(Donor):
 class _NotedFacts:
     """Facts of a rank; calls `note` when they are sent, so only if the sums are there."""
 
-    facts: Report
+    facts: RoundReport
     note: Callable[[Quorum], None]
 
     def complete(self, quorum: Quorum, gave: bool, came: float) -> tuple[Sequence[float], bytes]:
@@ -407,7 +407,7 @@ class Rank:
             self._began = kernel.now
             return make(*args, **kwargs)
 
-        def watched_finish(facts: Report) -> Reduced:
+        def watched_finish(facts: RoundReport) -> Reduced:
             came, began = kernel.now, self._began
 
             def note(quorum: Quorum) -> None:

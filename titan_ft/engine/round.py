@@ -29,7 +29,7 @@ from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import decode
 from titan_ft.protocol.member import Member, Process, Quorum
 from titan_ft.protocol.position import Position
-from titan_ft.protocol.report import NOTHING, Contribution, GradientUse, Report
+from titan_ft.protocol.report import NOTHING, Contribution, GradientUse, RoundReport
 from titan_ft.protocol.row import Row, Why, fold48
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.events import DigestMismatch, ExchangeFailed
@@ -279,7 +279,7 @@ class Rounds:
         if joiners and self._position.standing.has_state:
             self.take_digest()
 
-    def _exchange_once(self, report: Report) -> tuple[Round | None, str, bool]:
+    def _exchange_once(self, report: RoundReport) -> tuple[Round | None, str, bool]:
         """Complete the exchange.
 
         Returns:
@@ -324,11 +324,11 @@ class Rounds:
         self._position.broke()
         return Broken(error, spoiled=any(self._group.gather(int(is_spoiled))))
 
-    def _report(self, contribution: Contribution, use: GradientUse, began: float) -> Report:
+    def _report(self, contribution: Contribution, use: GradientUse, began: float) -> RoundReport:
         """Return this group's report to the next round, which holds until the position changes.
 
         Args:
-            began: see `Report`.
+            began: see `RoundReport`.
         """
         position = self._position
         facts = Row(
@@ -347,7 +347,7 @@ class Rounds:
             training=position.training,
         )
         joining = Why.ASKED if position.awaited else Why.CATCHING_UP
-        return Report(facts, contribution, use, position.newest_step, began, joining, self._drain)
+        return RoundReport(facts, contribution, use, position.newest_step, began, joining, self._drain)
 
     def _report_mismatch(self, made: Round) -> None:
         claims = [row for row in made.rows if row.has_state]

@@ -64,7 +64,7 @@ class Count:
 Part = Gradient | Count
 
 
-class State(enum.Enum):
+class BucketState(enum.Enum):
     """The owner of a bucket's memory, and what is in it.
 
     FILLING -> FULL -> SUMMED -> APPLIED -> FILLING ... `begin` is allowed in every state: an exchange may break, and a
@@ -84,7 +84,7 @@ class Bucket:
     fp32 always: the counts, and one for each part, the weights of the groups that have a gradient of it, added up.
 
     Attributes:
-        state: see `State`.
+        state: see `BucketState`.
         on_host: the gradients that it is filled from, and written to, are in host memory.
         flat: 1D, of the dtype that gradients travel in; `values` are the gradients in it, `exact` the other numbers.
         views: of `flat`, one per part; `used` are the weights.
@@ -114,7 +114,7 @@ class Bucket:
         self._sizes, self._exact_sizes = sizes[:num_gradients], [*sizes[num_gradients:], len(sizes)]
         self._gradient_scale = gradient_scale
         self.on_host = all(part.parameter.device.type == "cpu" for part in parts if isinstance(part, Gradient))
-        self.state = State.APPLIED
+        self.state = BucketState.APPLIED
         self.residual = Residual() if quantize else None
         self.total = torch.empty((), dtype=torch.float32, device=where)
         self.missing: set[int] = set()
@@ -165,7 +165,7 @@ class Bucket:
 
     def begin(self, gives: bool) -> None:
         """Begin an exchange, to which this rank `gives` all parts, or none."""
-        self.state = State.FILLING if gives else State.FULL
+        self.state = BucketState.FILLING if gives else BucketState.FULL
         self.missing = set(range(len(self.parts))) if gives else set()
         self.final, self.stream, self.calls = [], None, Counter()
         if self.residual is not None:
@@ -174,7 +174,7 @@ class Bucket:
     @torch.no_grad()
     def fill(self, indices: Iterable[int], weight: float) -> None:
         """Copy parts into the bucket, with their weight; with the last of them it is FULL."""
-        assert self.state is State.FILLING, f"gradients come into a bucket that is {self.state.name}"
+        assert self.state is BucketState.FILLING, f"gradients come into a bucket that is {self.state.name}"
         given, own = [], []
         for index in indices:
             shard = self.parts[index].read()
@@ -190,12 +190,12 @@ class Bucket:
         self.final.clear()
         if not self.missing:
             self.used.copy_(torch.tensor(self.weights, dtype=torch.float32), non_blocking=True)
-            self.state = State.FULL
+            self.state = BucketState.FULL
 
     def end_sum(self) -> None:
         """The exchange worked, and the bucket has the sums."""
-        assert self.state is State.FULL, f"a bucket is summed that is {self.state.name}"
-        self.state = State.SUMMED
+        assert self.state is BucketState.FULL, f"a bucket is summed that is {self.state.name}"
+        self.state = BucketState.SUMMED
 
     def drop(self) -> None:
         """Let its parts have no sums: it did not travel."""
@@ -204,8 +204,8 @@ class Bucket:
 
     def apply(self) -> None:
         """The update that owns the sums is made: what rounding left of this rank's gradients counts from now on."""
-        assert self.state is State.SUMMED, f"an update is made of a bucket that is {self.state.name}"
-        self.state = State.APPLIED
+        assert self.state is BucketState.SUMMED, f"an update is made of a bucket that is {self.state.name}"
+        self.state = BucketState.APPLIED
         if self.residual is not None:
             self.residual.settle()
 

@@ -20,7 +20,7 @@ import torch
 
 from titan_ft import device
 from titan_ft.gradients import half
-from titan_ft.gradients.bucket import Bucket, Count, Gradient, Part, State, partition
+from titan_ft.gradients.bucket import Bucket, BucketState, Count, Gradient, Part, partition
 from titan_ft.gradients.flight import ExchangeError, Flight, Gathered, OwnFacts
 from titan_ft.gradients.quantize import payload_bytes
 from titan_ft.gradients.sums import Room, Sums
@@ -284,7 +284,7 @@ class GradientExchange:
         )
         for bucket in self._buckets:
             bucket.begin(bucket.fragment in given)
-            if bucket.state is State.FULL:
+            if bucket.state is BucketState.FULL:
                 bucket.full = self._sums.read
                 flight.hand_over(bucket)
         flight.start()
@@ -321,13 +321,13 @@ class GradientExchange:
 
     def _fill_all(self) -> None:
         for bucket in self._buckets:
-            if bucket.state is State.FILLING:
+            if bucket.state is BucketState.FILLING:
                 self._fill(bucket, sorted(bucket.missing))
 
     def _fill(self, bucket: Bucket, indices: Iterable[int]) -> None:
         """Copy parts into the bucket; hands it to the flight when it is full."""
         self._sums.await_read()
         bucket.fill(indices, self._weights[bucket.fragment])
-        if bucket.state is State.FULL and self._flight is not None:
+        if bucket.state is BucketState.FULL and self._flight is not None:
             bucket.full = device.record_event()
             self._flight.hand_over(bucket)

@@ -29,7 +29,7 @@ class ExchangeError(RuntimeError):
 
 
 class OwnFacts(Protocol):
-    """A member's row and message, but for what only the quorum decides; see `titan_ft.protocol.report.Report`."""
+    """A member's row and message, but for what only the quorum decides; see `titan_ft.protocol.report.RoundReport`."""
 
     def complete(self, quorum: Quorum, gave: bool, came: float) -> tuple[Sequence[float], bytes]:
         """Return them, given whether this rank's gradients are in the sums, and when its part was there."""

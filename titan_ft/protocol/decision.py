@@ -34,14 +34,14 @@ fault itself. A link that is known to be dead does not count. A loss that mends 
 MAX_EXCLUSIONS = 3  # steps in a row whose gradients only this group could not give, until it is started again
 
 
-class Sums(Protocol):
+class UpdateSums(Protocol):
     """The sums that an exchange has made (`titan_ft.gradients.sums`)."""
 
     @property
     def is_kept(self) -> bool:
         """True for a copy, which a group that heals applies later."""
 
-    def keep(self) -> Sums:
+    def keep(self) -> UpdateSums:
         """Return a copy, which outlives the next exchange."""
 
     def write(self, scale: float | None = None) -> None:
@@ -53,7 +53,7 @@ class NoSums:
 
     is_kept = False
 
-    def keep(self) -> Sums:
+    def keep(self) -> UpdateSums:
         """Return nothing to copy."""
         return self
 
@@ -85,7 +85,7 @@ class Update:
     scale: float
     entries: list[Entry]
     readers: list[Process]
-    sums: Sums = field(default=NO_SUMS, compare=False)
+    sums: UpdateSums = field(default=NO_SUMS, compare=False)
 
     def kept(self) -> Update:
         """Return this update with a copy of its sums, for a group that applies it later."""
@@ -166,7 +166,7 @@ class Round:
     rows: Sequence[Row]
     verdict: Verdict
     entries: list[Entry]
-    sums: Sums = field(default=NO_SUMS, compare=False)
+    sums: UpdateSums = field(default=NO_SUMS, compare=False)
 
     @property
     def lineage(self) -> int:

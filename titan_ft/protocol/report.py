@@ -83,7 +83,7 @@ class LeaveRequest(Protocol):
 
 
 @dataclass(frozen=True)
-class Report:
+class RoundReport:
     """A group's report to one round. Only the quorum's answer and the time are missing (`complete`).
 
     Attributes:
