@@ -438,9 +438,10 @@ def test_files_that_are_cut_for_long_are_told() -> None:
     assert run.num_cut == 0
 
 
-def test_what_a_killed_worker_has_left_is_not_waited_for() -> None:
+@pytest.mark.parametrize("file", ["replica-1-rank-0-attempt-2-77.jsonl", "replica-1-rank-0-attempt-2-77.3.jsonl"])
+def test_what_a_killed_worker_has_left_is_not_waited_for(file: str) -> None:
     """Its file stays cut for good: the disk has room again all the same."""
-    run, files = RunStatus(2), {"replica-1-rank-0-attempt-2-77.jsonl"}
+    run, files = RunStatus(2), {file}
     run.observe_cut(files, 0.0)
     assert run.observe_cut(files, 10.0) is not None
     run.observe(event("worker_exited", 1, rank=0, attempt=2, worker_pid=77, signal="SIGKILL"))

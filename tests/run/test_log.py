@@ -33,7 +33,9 @@ from titan_ft.run.events import (
     WorkerExited,
     WorkerStarted,
 )
-from titan_ft.run.log import EventLog, encode, read_events
+from titan_ft.run.log import EventLog, encode, read_events, read_history
+from titan_ft.run.paths import RunPaths
+from titan_ft.run.tail import EventTail
 
 
 def write(folder: Path, name: str, *lines: bytes | str) -> None:
@@ -385,3 +387,24 @@ def test_a_learning_rate_that_is_no_number_can_be_read(tmp_path: Path) -> None:
     (event,) = read_events(tmp_path)
     assert isinstance(event, StepCommitted)
     assert event.lr is None
+
+
+def test_a_long_file_is_followed_by_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are still those of the process, and a reader gets every event once, in order."""
+    monkeypatch.setattr("titan_ft.run.log.ROTATE_BYTES", 2000)
+    first = RunPaths(tmp_path).worker_events(0, 1, 2, 99)
+    events = EventLog(first, replica=0, rank=1, attempt=2)
+    tail = EventTail(tmp_path / "events", pattern=RunPaths.workers_pattern(0, 2), from_start=True)
+    followed = []
+    for step in range(60):
+        events.emit(Hung(step=step))
+        followed += tail.poll()
+    events.close()
+    names = sorted(path.name for path in (tmp_path / "events").iterdir())
+    assert len(names) > 3
+    assert names == sorted(path.name for path in (tmp_path / "events").glob(RunPaths.workers_pattern(0, 2)))
+    assert {RunPaths.process_of(name) for name in names} == {first.stem}
+    assert [event.step for event in read_events(tmp_path / "events")] == list(range(60))
+    assert [event.step for event in followed] == list(range(60))
+    assert read_history(tmp_path / "events")[1] == []
+    assert max(path.stat().st_size for path in (tmp_path / "events").iterdir()) < 2500

@@ -163,8 +163,8 @@ class RunStatus:
         """Whether its launcher has ended without a word; to be set by who can see that."""
         self.num_cut = 0
         """Processes whose events wait, as far as is known: they cannot be written, as on a full disk."""
-        self._ended_files: set[str] = set()
-        """Files of workers that have ended: of those nothing comes any more."""
+        self._ended: set[str] = set()
+        """Names of workers that have ended: in their files nothing comes any more."""
         self._seen_cut = (0, 0.0)
         """The same at the last look, and since when, in seconds of the monotonic clock."""
         self._tokens: deque[tuple[float, int]] = deque(maxlen=512)
@@ -223,7 +223,7 @@ class RunStatus:
                 line = self._take_step(event)
             case ev.WorkerExited():
                 file = RunPaths("").worker_events(event.replica, event.rank, event.attempt, event.worker_pid)
-                self._ended_files.add(file.name)
+                self._ended.add(RunPaths.process_of(file.name))
             case ev.LighthouseRestarted():
                 self.num_lighthouse_restarts += 1
             case ev.LaunchStopping():
@@ -244,7 +244,7 @@ class RunStatus:
         Args:
             now: seconds of the monotonic clock.
         """
-        num_cut = len(files - self._ended_files)
+        num_cut = len({RunPaths.process_of(name) for name in files} - self._ended)
         if num_cut != self._seen_cut[0]:
             self._seen_cut = (num_cut, now)
         if num_cut == self.num_cut or now - self._seen_cut[1] < CUT_SECONDS:

@@ -885,8 +885,9 @@ _HEAD = """\
 
 <!-- Made by `python -m titan_ft.run.events > docs/events.md`; edit titan_ft/run/events.py instead. -->
 
-Every process of a run appends what happens to a file of its own, `RUN_DIR/events/*.jsonl`: one JSON object a line. It
-is written in one piece and at once, so that a process which is killed leaves whole lines, but for the last one at most.
+Every process of a run appends what happens to a file of its own, `RUN_DIR/events/*.jsonl`: one JSON object a line. From
+64 MiB on a file NAME.jsonl is followed by NAME.2.jsonl, and so on. A line is written in one piece and at once, so that
+a process which is killed leaves whole lines, but for the last one at most.
 On a disk without room the events wait in memory, and are written in their order when there is room again. A file that
 is empty, or ends without a newline, is cut: its process had more to write, and may have been killed before it could.
 Names and meanings are a contract: new events and new fields may come, what is here stays. A reader skips what it does

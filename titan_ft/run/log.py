@@ -21,21 +21,28 @@ import msgspec
 
 from titan_ft.run.appender import FINISH_SECONDS, WAITING_BYTES, FileAppender, Stall
 from titan_ft.run.events import Event, EventsDelayed, EventsDropped, kinds
+from titan_ft.run.paths import RunPaths
 
 _BLOCK_BYTES = 256 * 1024
 _UNSET = (None, -1)
 _WRONG_FIELDS = "must have the fields of {} (see docs/events.md): {}; read an older version's run with that version"
 
 
+ROTATE_BYTES = 64 * 2**20
+"""A file of events that has grown so large is followed by another one, so that none grows without end."""
+
+
 class EventLog:
-    """Append events to one file of a process; safe to share between threads.
+    """Append events to the files of a process, one after the other; safe to share between threads.
+
+    After `ROTATE_BYTES` NAME.jsonl is followed by NAME.2.jsonl, and so on. A file that is followed is whole.
 
     A file that cannot be written ends nothing: the events wait in memory, as `Appender` says. The
     log says so on stderr, once, and once more when they are written. Then it adds an event of its
     own: `EventsDelayed`, and `EventsDropped` if there were more than the memory may hold.
 
     Args:
-        path: the file, made with its folders by the first event. None discards all events.
+        path: the first file, made with its folders by the first event. None discards all events.
         replica, rank, attempt: of all events that do not say otherwise; None where they do not apply.
     """
 
@@ -45,9 +52,10 @@ class EventLog:
         self._who = {"replica": replica, "rank": rank, "attempt": attempt}
         self._lock = threading.Lock()
         self._closed = path is None
-        self._file = FileAppender(
-            path or Path(), self._report_stall, self._report_end, is_json_lines=True, on_cut=self._report_cut
-        )
+        self._path, self._number = path or Path(), 1
+        self._num_bytes = 0
+        """Written to the file by this process."""
+        self._file = self._open(self._path)
 
     @property
     def is_stalled(self) -> bool:
@@ -66,7 +74,18 @@ class EventLog:
                 return
             if not is_stamped:
                 stamp(event)
+            # Not in the midst of a write, as `_report_end` appends; and not while events wait for this file.
+            if self._num_bytes >= ROTATE_BYTES and self._file.stall is None:
+                self._rotate()
             self._append(event)
+
+    def _open(self, path: Path) -> FileAppender:
+        return FileAppender(path, self._report_stall, self._report_end, is_json_lines=True, on_cut=self._report_cut)
+
+    def _rotate(self) -> None:
+        self._file.close(0.0)
+        self._number, self._num_bytes = self._number + 1, 0
+        self._file = self._open(RunPaths.following(self._path, self._number))
 
     def close(self) -> None:
         """Close the file; a second call does nothing. Events that wait get `FINISH_SECONDS`."""
@@ -83,7 +102,9 @@ class EventLog:
         for name, value in self._who.items():
             if value is not None and getattr(event, name) in _UNSET:
                 setattr(event, name, value)
-        self._file.append(encode(event), event.name, event.time)
+        line = encode(event)
+        self._num_bytes += len(line)
+        self._file.append(line, event.name, event.time)
 
     # Called by the file, in the midst of a write.
 

@@ -92,6 +92,16 @@ class RunPaths:
         return self.events_file(f"supervisor-{replica}-{pid}")
 
     @staticmethod
+    def following(first: Path, number: int) -> Path:
+        """Return the event file of a process that follows others; `number` counts them from 1."""
+        return first if number == 1 else first.with_name(f"{first.stem}.{number}.jsonl")
+
+    @staticmethod
+    def process_of(name: str) -> str:
+        """Return the name of the process that writes an event file of this name."""
+        return name.partition(".")[0]
+
+    @staticmethod
     def supervisors_pattern() -> str:
         """Return a pattern for the names of the event files of all groups' agents."""
         return "supervisor-*.jsonl"
