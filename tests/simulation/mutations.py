@@ -398,13 +398,14 @@ def each_rank_chooses_checkpoint(patch: Patch) -> None:
 
 @mutation(kinds=("cut", "drain"), promises=("no work lost",))
 def outsider_does_not_leave(patch: Patch) -> None:
-    """A group that is outside of the largest clique does not leave when it was asked to."""
+    """A group outside of the largest clique leaves neither when it was asked to nor when its time is nearly over."""
 
     def look(former: Callable[..., list[str]], self: Any, lost: Any) -> list[str]:
         with lent(self, _leave_requested=lambda: False):
             return former(self, lost)
 
     around(patch, partition.Partition, "_look_outside", look)
+    substitute(patch, drain.Drain, "stops_waiting", lambda self, is_answered: False)
 
 
 @mutation(kinds=("nan",), promises=("ranks never part",))
