@@ -21,9 +21,16 @@ FORWARD_SECONDS = 0.1  # a forward takes that longer, so that a fault strikes am
 STEP = 3  # committed before the fault is ordered
 
 
-def make(make_job: Callable[..., Job], groups: int, steps: int, flags: Sequence[str] = (), **more: Any) -> Job:
+def make(
+    make_job: Callable[..., Job],
+    groups: int,
+    steps: int,
+    flags: Sequence[str] = (),
+    constants: Mapping[str, float] | None = None,
+    **more: Any,
+) -> Job:
     delays = [{"replica": r, "rank": 0, "attempt": "any", "seconds": FORWARD_SECONDS} for r in range(groups)]
-    hooks = {"delays": delays}
+    hooks = {"delays": delays, "constants": dict(constants or {})}
     return make_job(groups=groups, steps=steps, flags=[*FLAGS, *flags], hooks=hooks, late=False, **more)
 
 
@@ -249,8 +256,7 @@ def test_a_full_disk_costs_one_checkpoint(make_job: Callable[..., Job]) -> None:
 @pytest.mark.slow
 def test_a_slow_rank_is_a_straggler(make_job: Callable[..., Job]) -> None:
     """It is reported, and it is reported when it is over."""
-    hooks = {"constants": {"titan_ft.protocol.straggler.STEPS": 2}}
-    job = make(make_job, groups=3, steps=40, hooks=hooks)
+    job = make(make_job, groups=3, steps=40, constants={"titan_ft.protocol.straggler.STEPS": 2})
     begin(job)
     order(job, "slow_rank", factor=20.0, seconds=4.0)
     events = finish(job, survivors=[0, 1, 2], fault="slow_rank")
