@@ -63,6 +63,7 @@ def test_a_mistake_ends_the_agent_before_any_worker(run: Any) -> None:
     assert printed == ""
     (gave_up,) = run.events("replica_gave_up")
     assert (gave_up["cause"], gave_up["error"]) == ("config", "ConfigError: x must be y, got z")
+    assert gave_up["error_kind"] == "ConfigError"
 
 
 @pytest.mark.parametrize(("files", "slurm", "attempt"), [((0, 4), None, 5), ((), "2", 2), ((), None, 0)])

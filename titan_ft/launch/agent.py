@@ -73,7 +73,7 @@ from titan_ft.launch.worker_group import (
     worker_env,
 )
 from titan_ft.run.appender import retry_waiting
-from titan_ft.run.events import HostLeft, ReplicaGaveUp, ReplicaRestarted, TrainingFinished
+from titan_ft.run.events import CONFIG_ERROR, HostLeft, ReplicaGaveUp, ReplicaRestarted, TrainingFinished
 from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import PARENT_PID_ENV, end_with_parent
 from titan_ft.run.output import protect_output
@@ -214,8 +214,9 @@ class Agent:
 
     def refuse(self, mistake: str) -> int:
         """Give the group up for a mistake in its config that was found before any worker was started."""
-        error = f"ConfigError: {mistake}"
-        self._announce_give_up(self.spec.attempt, 0, GiveUp(CONFIG, "the configuration is wrong"), "", error)
+        error = f"{CONFIG_ERROR}: {mistake}"
+        why = GiveUp(CONFIG, "the configuration is wrong")
+        self._announce_give_up(self.spec.attempt, 0, why, "", error, CONFIG_ERROR)
         self._events.close()
         print(f"titan_ft: {mistake}", file=sys.stderr, flush=True)
         return CONFIG_ERROR_CODE

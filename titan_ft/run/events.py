@@ -725,7 +725,7 @@ class ReplicaGaveUp(GroupEvent, kw_only=True):
     @property
     def mistake(self) -> str:
         """The mistake in the config that ended the group, which only a worker could find; empty for other causes."""
-        return self.error.removeprefix(f"{self.error_kind}: ") if self.cause == "config" else ""
+        return self.error.removeprefix(f"{CONFIG_ERROR}: ") if self.cause == "config" else ""
 
 
 class SpareTookOver(GroupEvent, kw_only=True):
