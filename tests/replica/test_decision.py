@@ -117,6 +117,20 @@ def test_the_group_that_is_ahead_of_most_heals() -> None:
         assert decide(position, made_of(rows, rank), config(rank, size=6)) == expected
 
 
+def test_as_many_ahead_as_behind_heal_the_ones_behind() -> None:
+    """The later state counts: an update that half of the groups hold is not given up."""
+    assert judge([ready(0, step=STEP + 1), ready(1)]).step == STEP + 1
+    assert judge([ready(0, step=STEP + 1), ready(1), ready(2)]).step == STEP
+
+
+def test_gradients_that_are_not_finite_spoil_the_sum() -> None:
+    """A sum with them is used only if all groups with gradients agreed to force theirs."""
+    assert decisions.spoiled([ready(0), ready(1)]) == []
+    assert decisions.spoiled([ready(0), ready(1, nonfinite=True)]) == [1]
+    assert decisions.spoiled([ready(0), ready(1, nonfinite=True, forced=1)]) == [1]
+    assert decisions.spoiled([ready(0, forced=1), ready(1, nonfinite=True, forced=1)]) == []
+
+
 def test_nobody_goes_back_from_the_last_step() -> None:
     """Its group has ended its training: it would leave, and the others would wait for it. They heal from it."""
     rows = [Row(slot=0, standing=Standing.FINISHED, step=STEP + 1, digest=9), ready(1), ready(2)]
