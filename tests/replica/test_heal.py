@@ -399,7 +399,7 @@ def test_attempts_are_spaced_further_and_further_apart(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next one comes after 1, 2, 4, ... rounds, for each costs a holder a copy; the rest is bounded."""
-    monkeypatch.setattr(heal, "_MAX_REST", 8)
+    monkeypatch.setattr(heal, "_MAX_REST_ROUNDS", 8)
     world = make()
     world.fail = {1, 2, 3, 4, 5}
     ended: list[int] = []  # in which round each attempt failed
@@ -922,6 +922,17 @@ def test_an_offer_of_other_bytes_is_not_kept(make: Callable[..., World]) -> None
     assert healed(world)
     assert world.fetches == [(0, 5), (1, 5)]
     assert world.search.rests == [0]
+
+
+def test_attempts_at_offers_are_spaced_in_seconds(make: Callable[..., World]) -> None:
+    """A round may last an hour, so that a number of rounds says nothing; each attempt costs its donor a copy."""
+    world = mid_round(make, 0, 1, 0, 1, 0)
+    world.fail = {1, 2, 3, 4}
+    world.release.set()
+    world.heal.run()
+    assert healed(world)
+    assert len(world.fetches) == 5
+    assert world.search.rests == [0.0, 1.0, 2.0, 4.0], "the first repetition begins at once"
 
 
 def test_who_waits_for_an_offer_leaves_when_it_is_told_to(make: Callable[..., World]) -> None:

@@ -45,7 +45,9 @@ from titan_ft.transfer.wire import TransferError
 
 logger = logging.getLogger(__name__)
 
-_MAX_REST = 64  # rounds between two attempts of one heal
+_MAX_REST_ROUNDS = 64  # between two attempts of one heal
+_FIRST_PAUSE_SECONDS = 1.0  # before the third attempt at an offer in one heal; the second one begins at once
+_MAX_PAUSE_SECONDS = 64.0  # a round of several steps may last an hour, and offers last as long as it
 _PATIENCE = 3  # rounds in a row with slow replays, with more than so many left, until the others are asked to wait
 _LOADS = 4  # that a state must come before the others' next update to be loaded in time
 _MOST_ASKED = 8  # groups that a newcomer asks at once what they offer
@@ -93,7 +95,7 @@ class Heal:
         self._renewed = False  # a newer state was fetched because the queue was full
         self._donors: list[int] = []  # slots that it fetches from
         self._lost: set[int] = set()  # places in that list of those that give nothing to this rank any more
-        self._rest = 0  # rounds until the next donor is asked
+        self._rest_rounds = 0  # until the next donor is asked
         self.ended_on_update = False  # whether the last round of the heal was an update
         self._update_seconds = 0.0  # that the others' last one took the slowest of them to make, as their rows say
         self._replay_seconds = 0.0  # of the last replayed update
@@ -115,7 +117,7 @@ class Heal:
         started = time.monotonic()
         self._position.fall_behind()
         self._position.be_alone(0.0)
-        self._alone_since, self._outsiders, self._rest = None, [], 0
+        self._alone_since, self._outsiders, self._rest_rounds = None, [], 0
         self._most, self._renewed, self._slow_replays = self._agree_on_queue(), False, 0
         self._rounds.retract()
         self.ended_on_update = True  # whatever the round was that this group missed
@@ -362,8 +364,8 @@ class Heal:
         if not isinstance(outcome, Round):
             return
         if self._attempt is None:
-            self._rest -= 1
-            if self._rest <= 0:
+            self._rest_rounds -= 1
+            if self._rest_rounds <= 0:
                 self._position.end_fetch()
         self._update_seconds = steps_per_round(self._config) * max(row.seconds for row in outcome.rows)
         if not is_update(outcome, self._config):
@@ -470,13 +472,13 @@ class Heal:
         self._attempt = None
         if attempt.digest is None:  # no round has sent this group anywhere yet
             self._search.rest(_SEARCH_REST_SECONDS)
-            self._rest = 0
+            self._rest_rounds = 0
             self._position.fetch_newer()
         else:
-            self._rest = min(2 ** (self._position.heals - 1), _MAX_REST) - 1
-            self._position.end_fetch(rest=self._rest > 0)
+            self._rest_rounds = min(2 ** (self._position.heals - 1), _MAX_REST_ROUNDS) - 1
+            self._position.end_fetch(rest=self._rest_rounds > 0)
         if self._config.semi_sync_method:
-            self._search.rest(self._rest)
+            self._search.rest(_find_pause_seconds(self._position.heals))
         logger.warning("healing from group %d failed, asking another donor: %s", attempt.donor, reason)
         self._events.emit(HealFailed(donor=attempt.donor, from_step=attempt.from_step, error=reason))
 
@@ -590,3 +592,10 @@ class Heal:
         position.roll_back()
         # Nobody reads for another group until all have met again: what is missing is dealt out in the round.
         self._ledger.readers = ()
+
+
+def _find_pause_seconds(attempts: int) -> float:
+    """Return how long no offer is looked for after so many attempts of one heal: each costs its donor a copy."""
+    if attempts <= 1:
+        return 0.0
+    return min(_FIRST_PAUSE_SECONDS * 2.0 ** (attempts - 2), _MAX_PAUSE_SECONDS)
