@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The agents of a group on several hosts; here all of them are on one, and the workers' entry is real, training is not.
 
-`tests/integration/test_two_hosts.py` has hosts that can vanish, and training.
+`test_two_hosts.py` has hosts that can vanish.
 """
 
 from __future__ import annotations

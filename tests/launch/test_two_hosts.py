@@ -1,9 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The agents of a group on two hosts that can vanish; the workers' entry is real, training is not.
-
-`tests/integration/test_two_hosts.py` does the same with training.
-"""
+"""The agents of a group on two hosts that can vanish; the workers' entry is real, training is not."""
 
 from __future__ import annotations
 
