@@ -589,9 +589,9 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
         "batch_policy": "shrink",
     }
     options = Options(2, 1, 5, fault_tolerance, compute_seconds=0.1, transfer_seconds=(0.5, 0.5), jitter=0.1)
-    faults = Reset(0.8, 1, 0, "vote"), KillGroups(0.8, (1,), "fetching", of=0)
+    faults = Reset(0.9, 1, 0, "vote"), KillGroups(0.9, (1,), "fetching", of=0)
     with standins.installed():
-        world = Schedule(1, options, faults).run(traces=True)
+        world = Schedule(7, options, faults).run(traces=True)
     assert not world.problems
     said = [text for _, who, text in world.trace if who == "g0r0"]
     assert "rolled_back step=1 lost=1" in said
@@ -641,7 +641,7 @@ def test_joiners_in_an_overlapped_exchange_cost_the_last_holder_no_round(restart
     assert steps == ["1", "2", "3", "4", "5", "6"]
 
 
-@pytest.mark.parametrize("kill", [14.8, 15.1, 15.3, 15.6])
+@pytest.mark.parametrize("kill", [15.0, 15.1, 15.3, 15.6])
 def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update(kill: float) -> None:
     """The state before it would be outdated on its way: it is not offered any more, and the joiner fetches once."""
     fault_tolerance = {**STREAMING, "group_size": 2, "sync_steps": 32, "fragment_sync_delay": 6}
