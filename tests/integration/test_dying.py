@@ -106,12 +106,18 @@ class Dying:
         self.wait_for(lambda: text in self.terminal, text)
 
     def wait_for_all(self, replicas: int) -> None:
-        """Wait until all groups have contributed to a step that is newer than all that are known now."""
+        """Wait until every group has written the commit of a step that all groups share and that is new.
+
+        A group that is killed before it has written the commit shares no digest, and `check` says "unknown".
+        """
         known = max((event.step for event in self.events(StepCommitted)), default=0)
 
         def together() -> bool:
-            commits = self.events(StepCommitted)
-            return any(event.step > known and len(event.participants) == replicas for event in commits)
+            writers: dict[int, set[int]] = {}
+            for event in self.events(StepCommitted):
+                if event.step > known and len(event.participants) == replicas:
+                    writers.setdefault(event.step, set()).add(event.replica)
+            return any(len(groups) == replicas for groups in writers.values())
 
         self.wait_for(together, f"a step of {replicas} groups")
 

@@ -85,13 +85,18 @@ def test_a_standby_takes_over(make_job: Callable[..., Job], tmp_path: Path) -> N
     """The groups follow the file to the other lighthouse: nobody is restarted, no step is lost."""
     file = tmp_path / "lighthouse.json"
     flags = [f"--fault_tolerance.lighthouse=file:{file}"]
-    job = make_job(groups=2, steps=12, flags=flags, lighthouse={"announce": str(file), "standby": True})
+    lighthouse = {"announce": str(file), "standby": True}
+    # The standby takes its time to start: without the gates the job may end before.
+    gates = [{"name": "killed", "replica": replica, "step": 3} for replica in (0, 1)]
+    job = make_job(groups=2, steps=6, flags=flags, lighthouse=lighthouse, hooks={"gates": gates, "hold": 1})
     job.start()
     first = job._lighthouse
     assert first is not None
-    job.wait_until(lambda: any(event["step"] == 2 for event in job.events("step_committed")), 60, "step 2")
+    for replica in (0, 1):
+        job.wait_for_gate("killed", replica)
     job._start_lighthouse("127.0.0.1:0")
     job._zygote.signal(first, signal.SIGKILL)
+    job.mark("killed")
     job.finish()
     check_undisturbed(job, 2)
     moved = job.events("lighthouse_moved")

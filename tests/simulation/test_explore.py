@@ -42,6 +42,7 @@ from tests.simulation.oracle import Oracle
 from tests.simulation.schedule import Schedule, _smaller, draw, shrink
 from tests.simulation.semi_sync import RoundOracle
 from tests.simulation.world import Options, World
+from titan_ft.engine import round as rounds
 from titan_ft.engine import waits
 from titan_ft.engine.heal import Heal
 from titan_ft.engine.round import Rounds
@@ -603,7 +604,10 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
 def test_what_a_group_waited_for_is_what_it_waited_for(monkeypatch: pytest.MonkeyPatch, broken: str | None) -> None:
     """Held against the virtual time in which all came: a slow group, a joiner, a group that is gone."""
     if broken == "reason":
-        monkeypatch.setattr(Rounds, "_find_joining", lambda rounds: Why.COMPUTING)
+        report = rounds.RoundReport
+        monkeypatch.setattr(
+            rounds, "RoundReport", lambda *values: dataclasses.replace(report(*values), joining=Why.COMPUTING)
+        )
     elif broken == "time":
         monkeypatch.setattr(waits, "_charge", lambda start, arrivals: iter(()))
     options = Options(3, 1, 14, {**QUICK, "group_size": 3, "process_group_timeout_ms": 3000})
