@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.history.conftest import SyntheticRun
+from tests.history.conftest import RANKS, SyntheticRun
 from titan_ft.history import kept
 from titan_ft.history.audit import audit
 from titan_ft.history.check import check
@@ -196,7 +196,7 @@ def test_training_that_goes_back_over_usual_steps_keeps_their_events(tmp_path: P
     folder = write(run, tmp_path)
     reduced = RunRecord.read(folder)
     assert reduced.firsts
-    assert {event.step for event in reduced.firsts}.isdisjoint(range(NUM_STEPS + 1))
+    assert {event.step for event in reduced.firsts}.isdisjoint(range(21, NUM_STEPS + 1))
     assert figures(reduced) == figures(RunRecord.read(folder, whole=True))
 
 
@@ -225,3 +225,35 @@ def test_top_shows_a_reduced_run_as_the_whole_one(tmp_path: Path) -> None:
     assert shown.losses.points == whole.losses.points
     assert (shown.steps.num_committed, shown.steps.num_attempted) == (NUM_STEPS * 2 + 3, whole.steps.num_attempted)
     assert shown.outcome == whole.outcome
+
+
+def test_a_fault_that_is_undone_and_whose_beginning_nobody_told_ends_no_reading(tmp_path: Path) -> None:
+    run = plain_run()
+    run.tell("fault_undone", 2, fault="slow_rank", target={"replica": 1, "rank": 0}, shot=3)
+    run.steps(NUM_STEPS)
+    run.finish()
+    folder = write(run, tmp_path)
+    reduced = RunRecord.read(folder)
+    assert {event.step for event in reduced.firsts}.isdisjoint(range(NUM_STEPS + 1))
+    assert figures(reduced) == figures(RunRecord.read(folder, whole=True))
+
+
+def test_a_reader_that_goes_on_knows_the_faults_and_clocks_of_what_is_kept(tmp_path: Path) -> None:
+    run = plain_run()
+    fault = {"fault": "slow_rank", "target": {"replica": 1, "rank": 0}, "shot": 3}
+    run.tell("fault_injected", 2, **fault, seed=1)
+    folder = write(run, tmp_path)
+    RunRecord.read(folder)
+    assert (remembered := kept._load(folder)) is not None
+    assert remembered.memory.fault_steps == {"slow_rank 3": NUM_STEPS}
+    assert len(remembered.memory.offsets) == run.num_groups * RANKS
+    run.steps(NUM_STEPS)
+    run.tell("fault_undone", 2, **fault)
+    run.steps(NUM_STEPS)
+    run.finish()
+    write(run, tmp_path)
+    later = RunRecord.read(folder)
+    (folder / kept.FILE).unlink()
+    anew = RunRecord.read(folder)
+    assert [event.step for event in later.firsts] == [event.step for event in anew.firsts]
+    assert figures(later) == figures(anew)

@@ -20,14 +20,14 @@ from typing import Any, Union
 import msgspec
 
 from titan_ft import versions
-from titan_ft.history.usual_steps import Reducer, Reduction, WentBackError
+from titan_ft.history.usual_steps import Memory, Reducer, Reduction, WentBackError
 from titan_ft.run.events import Event, StepCommitted, kinds
 from titan_ft.run.log import Place, event_files, read_history, stream
 from titan_ft.run.tail import EventTail
 from titan_ft.run.whole_file import write_whole
 
 FILE = "reduced.msgpack"
-FORMAT = 1
+FORMAT = 2
 """Raise it where `Reducer` takes other steps for usual, or says anything else of them."""
 MIN_BYTES = 64 * 2**20
 """So many new bytes of events are reduced. Fewer are read as they are: that takes a second."""
@@ -42,8 +42,7 @@ class _Source(msgspec.Struct):
 
 class _Kept(msgspec.Struct):
     sources: dict[str, _Source]
-    furthest: int  # the highest step that was committed
-    not_before: int  # see `Reducer`
+    memory: Memory
     events: list[Any]
     firsts: list[StepCommitted]
 
@@ -105,7 +104,7 @@ def _bring_up_to_date(folder: Path) -> _Kept | None:
 def _reduce(paths: list[Path], kept: _Kept | None) -> _Kept:
     """Reduce what the files hold beyond what is kept already; all of it anew if training went back over that."""
     known = {} if kept is None else kept.sources
-    reducer = Reducer(0 if kept is None else kept.not_before, 0 if kept is None else _last_usual(kept))
+    reducer = Reducer(None if kept is None else kept.memory)
     while True:
         places = {path: _copy(known.get(path.name)) for path in paths}
         modified = {path: path.stat().st_mtime_ns for path in paths}
@@ -113,20 +112,19 @@ def _reduce(paths: list[Path], kept: _Kept | None) -> _Kept:
         try:
             for event in merged:
                 reducer.take(event)
-        except WentBackError:
-            furthest = max(reducer.furthest, 0 if kept is None else kept.furthest)
-            known, kept, reducer = {}, None, Reducer(furthest)
+        except WentBackError as error:
+            unusual = [*reducer.memory.unusual, (error.step, reducer.memory.furthest)]
+            known, kept, reducer = {}, None, Reducer(Memory(unusual=unusual))
             continue
         found = reducer.finish()
         sources = {}
         for path, place in places.items():
             is_all = path.stat().st_size == place.num_bytes
             sources[path.name] = _Source(place, modified[path] if is_all else 0)
-        earlier = _Kept({}, 0, 0, [], []) if kept is None else kept
+        earlier = _Kept({}, Memory(), [], []) if kept is None else kept
         return _Kept(
             sources,
-            max(reducer.furthest, earlier.furthest),
-            reducer.not_before,
+            reducer.memory,
             [*earlier.events, *found.events],
             [*earlier.firsts, *found.firsts],
         )
@@ -134,10 +132,6 @@ def _reduce(paths: list[Path], kept: _Kept | None) -> _Kept:
 
 def _copy(source: _Source | None) -> Place:
     return Place() if source is None else msgspec.structs.replace(source.place)
-
-
-def _last_usual(kept: _Kept) -> int:
-    return kept.firsts[-1].step if kept.firsts else 0
 
 
 def _load(folder: Path) -> _Kept | None:

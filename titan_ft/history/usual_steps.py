@@ -21,6 +21,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from titan_ft.history.attempts import seconds_of
 from titan_ft.run import events as ev
 
@@ -43,11 +45,11 @@ class WentBackError(Exception):
     """Training went back to a step that was taken for usual, or one of its events came late.
 
     Attributes:
-        step: the step that came again.
+        step: no step from this one to the furthest is usual.
     """
 
     def __init__(self, step: int) -> None:
-        super().__init__(f"step {step} came again")
+        super().__init__(f"steps from {step} on were not usual")
         self.step = step
 
 
@@ -89,45 +91,48 @@ class Reduction:
         return sum(event.num_steps for event in self.events if isinstance(event, UsualSteps))
 
 
+class Memory(msgspec.Struct):
+    """What a reducer must know of the events that an earlier one of the same run has taken."""
+
+    furthest: int = 0  # the highest step that was committed
+    last_usual: int = 0  # the last step that was taken for usual
+    unusual: list[tuple[int, int]] = []  # first and last of steps in a row none of which is usual
+    unusual_until: float = 0.0  # Unix seconds until which an injected fault may have effects
+    fault_steps: dict[str, int] = {}  # for each injected fault, the highest step that was committed before it
+    # by how much each process's wall clock was ahead of its monotonic clock at first
+    offsets: dict[Process, float] = {}
+
+
 class Reducer:
     """Take the events of a run in order of time; see this module.
 
     Args:
-        not_before: no step up to this one is usual. Training may have gone back over it.
-        last_usual: the last step that an earlier reducer of the same run took for usual.
+        memory: that of the earlier reducer of the same run; it is changed.
     """
 
-    def __init__(self, not_before: int = 0, last_usual: int = 0) -> None:
+    def __init__(self, memory: Memory | None = None) -> None:
         self.found = Reduction()
-        self.furthest = not_before
-        """The highest step that was committed."""
-        self.not_before = not_before
-        self._last_usual = last_usual
-        self._last_usual_time = 0.0
+        self.memory = memory or Memory()
         self._rows: deque[list[ev.StepCommitted]] = deque()
         """The commits of the last steps, a row for each step; the newest row may not be complete."""
         self._before: list[ev.StepCommitted] = []
         """The row before the oldest in `_rows`; empty if that was no whole row."""
         self._num_quiet = 0
         """Whole rows in a row without any other event, the oldest of `_rows` included."""
-        self._unusual_until = 0.0
-        """Unix seconds until which an injected fault may have effects."""
         self._open: dict[Process, UsualSteps] = {}
-        self._offsets: dict[Process, float] = {}
-        """By how much each process's wall clock was ahead of its monotonic clock at first."""
 
     def take(self, event: ev.Event) -> None:
         """Take the next event.
 
         Raises:
-            WentBackError: a step comes again that was taken for usual; begin anew with another `not_before`.
+            WentBackError: a step comes again that was taken for usual; begin anew, with this in `Memory.unusual`.
         """
         if not isinstance(event, ev.StepCommitted):
             self._break()
             self._take_other(event)
             return
-        self.furthest = max(self.furthest, event.step)
-        if event.step <= self._last_usual:
+        self.memory.furthest = max(self.memory.furthest, event.step)
+        if event.step <= self.memory.last_usual:
             raise WentBackError(event.step)
         if self._rows and self._rows[-1][0].step == event.step:
             self._rows[-1].append(event)
@@ -145,11 +150,16 @@ class Reducer:
         return self.found
 
     def _take_other(self, event: ev.Event) -> None:
+        memory = self.memory
         if isinstance(event, ev.FaultInjected):
-            self._unusual_until = max(self._unusual_until, event.time + max(EFFECT_SECONDS, seconds_of(event)))
-        elif isinstance(event, ev.FaultUndone) and self._last_usual_time > self._unusual_until - EFFECT_SECONDS:
-            # It lasted for longer than anything said, and the steps meanwhile were no usual ones.
-            raise WentBackError(self._last_usual)
+            memory.unusual_until = max(memory.unusual_until, event.time + max(EFFECT_SECONDS, seconds_of(event)))
+            memory.fault_steps[_fault(event)] = memory.furthest
+        elif isinstance(event, ev.FaultUndone):
+            # The event of its beginning may be missing.
+            before = memory.fault_steps.get(_fault(event), 0)
+            if memory.last_usual > before:
+                # It lasted for longer than anything said, and the steps meanwhile were no usual ones.
+                raise WentBackError(before + 1)
         self.found.events.append(event)
 
     def _accept_newest(self) -> bool:
@@ -173,7 +183,7 @@ class Reducer:
     def _settle_oldest(self) -> None:
         """Decide about the oldest row: all that may make it unusual is known now."""
         row = self._rows.popleft()
-        is_far_enough = self._num_quiet > 2 * MARGIN and row[0].step > self.not_before
+        is_far_enough = self._num_quiet > 2 * MARGIN and self._may_be_usual(row[0].step)
         if is_far_enough and self._before and not any(commit.digest for commit in row):
             self._add(row)
         else:
@@ -181,9 +191,11 @@ class Reducer:
             self.found.events += row
         self._before = row
 
+    def _may_be_usual(self, step: int) -> bool:
+        return not any(first <= step <= last for first, last in self.memory.unusual)
+
     def _add(self, row: list[ev.StepCommitted]) -> None:
-        self._last_usual = row[0].step
-        self._last_usual_time = row[-1].time
+        self.memory.last_usual = row[0].step
         self.found.firsts.append(next(commit for commit in row if commit.rank == 0))
         before = {_process(commit): commit for commit in self._before}
         for commit in row:
@@ -229,7 +241,7 @@ class Reducer:
         first, previous = row[0], before[0]
         if len(row) != len(before) or first.step != previous.step + 1 or first.parent != previous.lineage:
             return False
-        if first.time <= self._unusual_until or first.exchanges != 1 or first.inner_steps not in (None, 1):
+        if first.time <= self.memory.unusual_until or first.exchanges != 1 or first.inner_steps not in (None, 1):
             return False
         processes = {_process(commit) for commit in row}
         if len(processes) != len(row) or processes != {_process(commit) for commit in before}:
@@ -250,9 +262,13 @@ class Reducer:
         if data.num_batches != commit.forward_passes or data.slot != commit.replica:
             return False
         offset = commit.time - commit.mono
-        if abs(offset - self._offsets.setdefault(_process(commit), offset)) >= STEADY_SECONDS:
+        if abs(offset - self.memory.offsets.setdefault(_process(commit), offset)) >= STEADY_SECONDS:
             return False
         return all(wait.why in HARMLESS_WAITS for wait in commit.waits)
+
+
+def _fault(event: ev.FaultInjected | ev.FaultUndone) -> str:
+    return f"{event.fault} {event.shot}"
 
 
 def _process(commit: ev.StepCommitted) -> Process:
