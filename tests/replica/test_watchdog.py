@@ -75,6 +75,31 @@ end_process(3, lambda: (time.sleep(0.3), say("first")), lambda: say("second"), l
     assert process.returncode == 4
 
 
+def test_last_words_that_fail_do_not_hold_up_the_end(start: Start) -> None:
+    """Nor do they cut off the others: nobody reads the pipe of stderr, which is full."""
+    receive, send = os.pipe()
+    process = start(
+        """
+import os
+from titan_ft.engine.watchdog import end_process
+os.set_blocking(2, False)
+try:
+    while os.write(2, b"x" * 4096): pass
+except BlockingIOError: pass
+os.set_blocking(2, True)
+end_process(3, lambda: 1 / 0, lambda: say("second"))
+""",
+        stderr=send,
+    )
+    try:
+        said, _ = process.communicate(timeout=DEADLINE)
+    finally:
+        os.close(receive)
+        os.close(send)
+    assert said == "second\n"
+    assert process.returncode == 3
+
+
 @pytest.mark.slow
 def test_nothing_holds_up_the_end(start: Start) -> None:
     """The process ends although the callback blocks, and nobody reads the pipe of its stderr, which is full."""

@@ -9,6 +9,7 @@ import faulthandler
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NoReturn
 
 from titan_ft.protocol.errors import first_line
@@ -100,12 +101,18 @@ def end_process(status: int, *last_words: Callable[[], object]) -> NoReturn:
         last_words = (mark_end_in_order, *last_words)
     try:
         for words in last_words:
-            with contextlib.suppress(TimeoutError):
-                error = call_aside(words, "titan_ft_last_words").exception(_LAST_WORDS_SECONDS / len(last_words))
-                if error is not None:
-                    os.write(_STDERR, f"titan_ft: {first_line(error)}\n".encode())
+            with contextlib.suppress(TimeoutError, OSError):  # stderr may be closed
+                said = call_aside(partial(_say, words), "titan_ft_last_words")
+                said.result(_LAST_WORDS_SECONDS / len(last_words))
     finally:
         os._exit(status)
+
+
+def _say(words: Callable[[], object]) -> None:
+    try:
+        words()
+    except Exception as error:  # noqa: BLE001  # nothing may keep the process from ending
+        os.write(_STDERR, f"titan_ft: {first_line(error)}\n".encode())  # here: the pipe may be full, and block
 
 
 def _stacks() -> bytes:
