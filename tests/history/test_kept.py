@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.history.conftest import RANKS, SyntheticRun
+from tests.history.conftest import RANKS, START, SyntheticRun
 from titan_ft.history import kept
 from titan_ft.history.audit import audit
 from titan_ft.history.check import check
@@ -257,3 +257,14 @@ def test_a_reader_that_goes_on_knows_the_faults_and_clocks_of_what_is_kept(tmp_p
     anew = RunRecord.read(folder)
     assert [event.step for event in later.firsts] == [event.step for event in anew.firsts]
     assert figures(later) == figures(anew)
+
+
+def test_what_is_announced_while_the_files_are_read_is_not_taken_for_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a fault may be read before it has the fault, and those of the groups behind it."""
+    folder = write(plain_run(), tmp_path)
+    monkeypatch.setattr(kept.time, "time", lambda: START + 50.0)
+    firsts = RunRecord.read(folder).firsts
+    assert firsts
+    assert max(event.step for event in firsts) < 50

@@ -17,7 +17,7 @@ import pytest
 
 from tests.event_builder import build
 from titan_ft.cli.main import main
-from titan_ft.history import record
+from titan_ft.history import kept, record
 from titan_ft.history import timeline as timelines
 from titan_ft.history.audit import audit
 from titan_ft.history.goodput import goodput
@@ -74,7 +74,7 @@ def test_a_run_goes_on_while_its_launch_lives(good_run: Any, tmp_path: Path) -> 
         read = RunRecord.read(paths.events)
         assert read.goes_on
         assert 0 < len(read.events) < len(begun)
-        assert read.events[-1].time <= time.time() - record.SETTLED_SECONDS
+        assert read.events[-1].time <= time.time() - kept.SETTLED_SECONDS
     assert RunRecord.read(paths.events).goes_on  # the lock may be known on the launcher's own host only
     write_events(tmp_path, begun, newest=time.time() - record.SILENT_SECONDS)
     assert not RunRecord.read(paths.events).goes_on

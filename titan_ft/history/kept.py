@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import time
 import zlib
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,8 @@ from titan_ft.run.whole_file import write_whole
 FILE = "reduced.msgpack"
 FORMAT = 2
 """Raise it where `Reducer` takes other steps for usual, or says anything else of them."""
+SETTLED_SECONDS = 1.0
+"""Events older than this are in their files, whichever host wrote them."""
 MIN_BYTES = 64 * 2**20
 """So many new bytes of events are reduced. Fewer are read as they are: that takes a second."""
 
@@ -104,7 +107,9 @@ def _bring_up_to_date(folder: Path) -> _Kept | None:
 def _reduce(paths: list[Path], kept: _Kept | None) -> _Kept:
     """Reduce what the files hold beyond what is kept already; all of it anew if training went back over that."""
     known = {} if kept is None else kept.sources
-    reducer = Reducer(None if kept is None else kept.memory)
+    # A file that is read early lacks what one that is read late has, such as the fault that is felt there.
+    until = time.time() - SETTLED_SECONDS
+    reducer = Reducer(None if kept is None else kept.memory, until)
     while True:
         places = {path: _copy(known.get(path.name)) for path in paths}
         modified = {path: path.stat().st_mtime_ns for path in paths}
@@ -114,7 +119,7 @@ def _reduce(paths: list[Path], kept: _Kept | None) -> _Kept:
                 reducer.take(event)
         except WentBackError as error:
             unusual = [*reducer.memory.unusual, (error.step, reducer.memory.furthest)]
-            known, kept, reducer = {}, None, Reducer(Memory(unusual=unusual))
+            known, kept, reducer = {}, None, Reducer(Memory(unusual=unusual), until)
             continue
         found = reducer.finish()
         sources = {}

@@ -19,7 +19,7 @@ import msgspec
 
 from titan_ft.history.attempts import Attempt, Fault, is_of_worker, microseconds, read_attempts, read_faults
 from titan_ft.history.fold import RunFold, fold_events
-from titan_ft.history.kept import read_reduced
+from titan_ft.history.kept import SETTLED_SECONDS, read_reduced
 from titan_ft.history.trajectory import State, chain_to, final_states, read_states
 from titan_ft.history.unit import Unit
 from titan_ft.history.usual_steps import UsualSteps
@@ -34,8 +34,6 @@ Healed = ev.HealFinished | ev.CheckpointLoaded | ev.RolledBack | ev.StartedAnew
 """After these a process goes on from another state than the one it held."""
 STEADY_SECONDS = 0.1
 """Wall clocks that part by less from the monotonic clock were not set."""
-SETTLED_SECONDS = 1.0
-"""Events older than this are in their files, whichever host wrote them."""
 SILENT_SECONDS = 10.0
 """A run that is not over and announces nothing for so long, or for two steps, is silent."""
 RECENT_SECONDS = 60.0

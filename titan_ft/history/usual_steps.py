@@ -108,11 +108,13 @@ class Reducer:
 
     Args:
         memory: that of the earlier reducer of the same run; it is changed.
+        until: Unix seconds after which no step is usual: other files may yet lack what was announced since.
     """
 
-    def __init__(self, memory: Memory | None = None) -> None:
+    def __init__(self, memory: Memory | None = None, until: float = math.inf) -> None:
         self.found = Reduction()
         self.memory = memory or Memory()
+        self._until = until
         self._rows: deque[list[ev.StepCommitted]] = deque()
         """The commits of the last steps, a row for each step; the newest row may not be complete."""
         self._before: list[ev.StepCommitted] = []
@@ -241,7 +243,9 @@ class Reducer:
         first, previous = row[0], before[0]
         if len(row) != len(before) or first.step != previous.step + 1 or first.parent != previous.lineage:
             return False
-        if first.time <= self.memory.unusual_until or first.exchanges != 1 or first.inner_steps not in (None, 1):
+        if not self.memory.unusual_until < first.time <= self._until:
+            return False
+        if first.exchanges != 1 or first.inner_steps not in (None, 1):
             return False
         processes = {_process(commit) for commit in row}
         if len(processes) != len(row) or processes != {_process(commit) for commit in before}:
