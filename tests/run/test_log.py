@@ -408,3 +408,20 @@ def test_a_long_file_is_followed_by_another_one(tmp_path: Path, monkeypatch: pyt
     assert [event.step for event in followed] == list(range(60))
     assert read_history(tmp_path / "events")[1] == []
     assert max(path.stat().st_size for path in (tmp_path / "events").iterdir()) < 2500
+
+
+def test_a_long_file_goes_on_where_no_other_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else events would wait without a word of it in any file."""
+    monkeypatch.setattr("titan_ft.run.log.ROTATE_BYTES", 200)
+    events = EventLog(tmp_path / "a.jsonl", replica=0, rank=1, attempt=2)
+    (tmp_path / "a.2.jsonl").mkdir()
+    for step in range(20):
+        events.emit(Hung(step=step))
+    assert not events.is_stalled
+    assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 20
+    (tmp_path / "a.2.jsonl").rmdir()
+    for step in range(20, 30):
+        events.emit(Hung(step=step))
+    events.close()
+    assert (tmp_path / "a.2.jsonl").exists()
+    assert [event.step for event in read_events(tmp_path)] == list(range(30))

@@ -83,9 +83,16 @@ class EventLog:
         return FileAppender(path, self._report_stall, self._report_end, is_json_lines=True, on_cut=self._report_cut)
 
     def _rotate(self) -> None:
+        path = RunPaths.following(self._path, self._number + 1)
+        try:
+            with path.open("ab"):
+                pass
+        except OSError:
+            # Where no more files can be made, this one goes on: it can say that events wait for room (`FileAppender`).
+            return
         self._file.close(0.0)
         self._number, self._num_bytes = self._number + 1, 0
-        self._file = self._open(RunPaths.following(self._path, self._number))
+        self._file = self._open(path)
 
     def close(self) -> None:
         """Close the file; a second call does nothing. Events that wait get `FINISH_SECONDS`."""
