@@ -61,7 +61,7 @@ class Follower:
         self._problem = ""
         """Why the last leader was lost; said once."""
         self.has_met = False
-        """Whether a leader has given this host an attempt to start."""
+        """Whether the latest leader has given this host an attempt to start."""
         self._leave_by: float | None = None
         """Monotonic seconds until which the workers may leave; None if this agent was not asked to stop."""
 
@@ -80,6 +80,7 @@ class Follower:
         Returns:
             The exit status of this agent; None if there is no leader, or no longer.
         """
+        self.has_met = False
         try:
             connection = socket.create_connection(split_address(address), _CONNECT_SECONDS)
         except OSError:

@@ -1,0 +1,77 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The agent of a group's further host, beside a leader in this process; its workers are none."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_ft.launch import agent
+from titan_ft.launch.agent import GroupSpec, _Main
+from titan_ft.launch.follower import Follower
+from titan_ft.launch.hosts import Hosts
+from titan_ft.launch.line import Start
+from titan_ft.run.stop import StopRequests
+
+
+class NoWorkers:
+    """The workers of a host, which neither run nor end."""
+
+    pids: dict[int, int] = {}
+
+    def exits(self) -> list[Any]:
+        return []
+
+    def raised(self) -> list[int]:
+        return []
+
+    def end(self, grace_seconds: float) -> list[Any]:
+        return []
+
+
+@pytest.fixture
+def listener() -> Any:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()
+    return f"{host}:{port}"
+
+
+def lead_once(listener: socket.socket, started: threading.Event) -> None:
+    """Give a follower an attempt to start, and be gone without a word once it has."""
+    leader = Hosts(listener, 2, "secret", 0, lambda text: None)
+    (member,) = leader.wait_for_all(lambda: False) or []
+    member.line.send(Start(0, 1, 2, 1, 2, "127.0.0.1", 1))
+    assert started.wait(30.0)
+    listener.close()
+    member.line.close()
+
+
+def test_a_follower_waits_for_another_leader_no_longer_than_for_the_first(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under Slurm nobody starts the leader's agent again: the job would keep its hosts until its time limit."""
+    started = threading.Event()
+    start = lambda *args: (started.set(), NoWorkers())[1]  # noqa: E731
+    monkeypatch.setattr(agent, "MEETING_SECONDS", 1.0)
+    monkeypatch.setattr(agent, "claim", lambda address: None)
+    monkeypatch.setattr(agent, "Follower", lambda *args, **settings: Follower(*args[:4], start, **settings))
+    monkeypatch.setenv("TITAN_FT_TOKEN", "secret")
+    leader = threading.Thread(target=lead_once, args=(listener, started), daemon=True)
+    leader.start()
+    spec = GroupSpec(tmp_path, 1, hosts=2, rendezvous=address_of(listener))
+    stop = StopRequests()
+    follower = _Main(spec, stop)
+    timer = threading.Timer(20.0, stop)
+    timer.start()
+    assert follower._lead_or_follow("") == 1
+    timer.cancel()
+    assert started.is_set() and not stop
