@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
 
@@ -43,3 +45,24 @@ def test_a_store_serves_until_it_is_ended() -> None:
     finally:
         server.kill()
         server.wait()
+
+
+WITHOUT_IPV6 = """
+import socket
+from titan_ft.launch import store_server
+listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+socket.create_connection(store_server.reachable(listener), timeout=10).close()
+print("reached")
+"""
+
+
+def test_a_store_at_all_addresses_is_reached_where_ipv6_is_switched_off() -> None:
+    """A socket can listen at :: there, as in many a container and cluster, and nobody can connect to ::1."""
+    command = 'ip link set lo up && echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 && exec "$@"'
+    without = ["unshare", "--net", "sh", "-c", command, "sh"]
+    if not shutil.which("unshare") or subprocess.run([*without, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespace can be made here")
+    done = subprocess.run(
+        [*without, sys.executable, "-c", WITHOUT_IPV6], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "reached\n", done.stderr

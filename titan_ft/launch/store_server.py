@@ -22,9 +22,13 @@ PID_ENV = "TITAN_FT_STORE_PID"
 
 
 def reachable(listener: socket.socket) -> tuple[str, int]:
-    """Return host and port at which this host's own processes reach a socket, which may listen at all addresses."""
+    """Return host and port at which this host's own processes reach a socket, which may listen at all addresses.
+
+    One that listens at :: answers IPv4 too. Where IPv6 is switched off (the sysctl disable_ipv6), a socket can still
+    listen at ::, and nobody reaches ::1.
+    """
     host, port = listener.getsockname()[:2]
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port
+    return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(host, host), port
 
 
 def serve(listener: socket.socket) -> Any:
