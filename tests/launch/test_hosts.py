@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import socket
@@ -232,6 +233,29 @@ def test_who_leads(port: int) -> None:
         assert listener.getsockname()[0] == "127.0.0.1"
         assert claim(f"127.0.0.1:{port}") is None
     assert claim("203.0.113.1:29400") is None
+
+
+@pytest.mark.parametrize("other", [("fe80::1", 1 << 20), ("2001:db8::1", 0)], ids=["of a link", "no IPv6"])
+def test_a_name_may_have_addresses_at_which_nobody_can_listen(
+    monkeypatch: pytest.MonkeyPatch, port: int, other: tuple[str, int]
+) -> None:
+    """systemd gives a host's own name its addresses of a link first; a name server knows addresses of IPv6."""
+    real = socket.socket
+
+    def without_ipv6(family: int = -1, *args: Any, **settings: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return real(family, *args, **settings)
+
+    host, scope = other
+    stream = (socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+    found = [(socket.AF_INET6, *stream, (host, port, 0, scope)), (socket.AF_INET, *stream, ("127.0.0.1", port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **settings: found)
+    if not scope:
+        monkeypatch.setattr(socket, "socket", without_ipv6)
+    listener = claim(f"host-a:{port}")
+    assert listener is not None
+    listener.close()
 
 
 def is_listening(port: int) -> bool:

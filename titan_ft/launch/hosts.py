@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from titan_ft.config import ConfigError
 from titan_ft.launch.line import GONE_SECONDS, End, Hello, Leave, Line, Over, Ping, Start, State
@@ -34,6 +35,8 @@ _PARTING_SECONDS = 2.0
 _MAX_STRANGERS = 256  # connections at once that have not shown the token yet
 _POLL_SECONDS = 0.01
 _SIGKILL = -9
+_NOT_HERE = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV)
+"""Another agent listens there, or the address is none of this host, which may have no IPv6."""
 
 
 def claim(address: str) -> socket.socket | None:
@@ -47,11 +50,12 @@ def claim(address: str) -> socket.socket | None:
     """
     host, port = split_address(address)
     for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        place: Any = target  # all of it: a link-local address is none without its scope
         try:
-            with socket.create_server(target[:2], family=family):
+            with socket.create_server(place, family=family):
                 pass
             if target[0] in ("127.0.0.1", "::1"):
-                return socket.create_server(target[:2], family=family)
+                return socket.create_server(place, family=family)
             dual = socket.has_dualstack_ipv6()
             everywhere = socket.AF_INET6 if dual else family
             return socket.create_server((ALL_HOSTS[everywhere], port), family=everywhere, dualstack_ipv6=dual)
@@ -60,7 +64,7 @@ def claim(address: str) -> socket.socket | None:
                 raise ConfigError(
                     f"--rendezvous must have a port at which this user may listen, got {address}; take one above 1023"
                 ) from error
-            if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            if error.errno not in _NOT_HERE:
                 raise
     return None
 
