@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from titan_ft.launch.agent import GroupSpec, _Main
 from titan_ft.launch.follower import Follower
 from titan_ft.launch.hosts import Hosts
 from titan_ft.launch.line import Start
+from titan_ft.launch.worker_group import MeetingPoint, PlainStarter, Share, WorkerGroup
 from titan_ft.run.stop import StopRequests
 
 
@@ -75,3 +77,40 @@ def test_a_follower_waits_for_another_leader_no_longer_than_for_the_first(
     assert follower._lead_or_follow("") == 1
     timer.cancel()
     assert started.is_set() and not stop
+
+
+def test_workers_are_asked_to_leave_once(run: Any) -> None:
+    """By the leader or by the scheduler of their own host, whoever is first: a second SIGTERM ends them at once."""
+    code = """
+import pathlib, signal, sys, time
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+pathlib.Path("ready").touch()
+while not asked: time.sleep(0.02)
+time.sleep(0.5)
+raise SystemExit(10 + len(asked))
+"""
+    folder = run.paths.root
+    folder.mkdir(parents=True)
+    (folder / "leaving.py").write_text(code.replace('"ready"', repr(str(folder / "ready"))))
+    env = {"PYTHONPATH": f"{folder}:{run.env['PYTHONPATH']}"}
+    group = WorkerGroup(
+        PlainStarter(),
+        "leaving",
+        [],
+        env,
+        Share.whole(1),
+        MeetingPoint("127.0.0.1", 1),
+        attempt=0,
+        max_restarts=1,
+        logs={0: folder / "log"},
+    )
+    try:
+        run.wait_until((folder / "ready").exists, 30.0, "the worker runs")
+        group.ask_to_leave()
+        time.sleep(0.2)
+        group.ask_to_leave()
+        (end,) = run.wait_until(group.exits, 30.0, "the worker left")
+        assert end.code == 11
+    finally:
+        group.end(0.0)

@@ -232,6 +232,8 @@ class WorkerGroup:
         """Those that were seen; a mark that a worker trains shows only once how it ended."""
         self._workers: dict[int, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._reaped = False
+        self._were_asked = False
+        """Whether the workers were asked to leave."""
         try:
             for local_rank, rank in enumerate(share.ranks):
                 own = {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(local_rank)}
@@ -275,8 +277,13 @@ class WorkerGroup:
         return [rank for rank, file in self._error_files.items() if rank not in ended and file.exists()]
 
     def ask_to_leave(self) -> None:
-        """Ask all workers to finish their step and leave (SIGTERM)."""
-        self._signal_running(signal.SIGTERM)
+        """Ask all workers to finish their step and leave (SIGTERM), once: a second SIGTERM would end them at once.
+
+        The leader of a group and this host's own scheduler may ask seconds apart.
+        """
+        if not self._were_asked:
+            self._were_asked = True
+            self._signal_running(signal.SIGTERM)
 
     def end(self, grace_seconds: float) -> list[WorkerExit]:
         """End what still runs, collect all, and return how each ended.
