@@ -75,6 +75,7 @@ TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=Fa
     end(run, 0)
     errors = [agent.communicate(timeout=60)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], errors
+    assert not any("is gone" in text for text in errors), errors
     places = [json.loads((run.paths.root / f"rank-{rank}.json").read_text()) for rank in range(4)]
     assert [place[:6] for place in places] == [
         [0, 0, 4, 2, 0, 2],

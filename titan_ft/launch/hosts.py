@@ -113,6 +113,8 @@ class Hosts:
         """In the order in which they came."""
         self._has_refused = False
         """Whether it was said that an agent was refused; a stranger who knocks without end must not fill the output."""
+        self._is_over = False
+        """Whether the agents were told to end."""
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that no fork of this process may keep."""
@@ -149,6 +151,7 @@ class Hosts:
 
     def close(self, status: int, reason: str) -> None:
         """Let all followers end with this status, and wait for that, because a scheduler ends a job with one task."""
+        self._is_over = True
         for member in self._members:
             member.line.send(Over(status, reason))
         deadline = time.monotonic() + _PARTING_SECONDS
@@ -184,6 +187,8 @@ class Hosts:
         except ConnectionError as error:
             member.lost_because = str(error)
             member.line.close()
+            if self._is_over:
+                return
             if member.num_ranks:
                 self._say(f"the agent of host {member.host} is gone: {error}")
             elif not self._has_refused:
