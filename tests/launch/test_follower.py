@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -24,7 +25,7 @@ from titan_ft.run.stop import StopRequests
 class NoWorkers:
     """The workers of a host, which neither run nor end."""
 
-    pids: dict[int, int] = {}
+    pids: ClassVar[dict[int, int]] = {}
 
     def exits(self) -> list[Any]:
         return []
@@ -62,10 +63,18 @@ def test_a_follower_waits_for_another_leader_no_longer_than_for_the_first(
 ) -> None:
     """Under Slurm nobody starts the leader's agent again: the job would keep its hosts until its time limit."""
     started = threading.Event()
-    start = lambda *args: (started.set(), NoWorkers())[1]  # noqa: E731
+
+    def make_follower(*args: Any, **settings: Any) -> Follower:
+        def start(*order: Any) -> Any:
+            started.set()
+            return NoWorkers()
+
+        stop, token, slot, num_ranks, _ = args
+        return Follower(stop, token, slot, num_ranks, start, **settings)
+
     monkeypatch.setattr(agent, "MEETING_SECONDS", 1.0)
     monkeypatch.setattr(agent, "claim", lambda address: None)
-    monkeypatch.setattr(agent, "Follower", lambda *args, **settings: Follower(*args[:4], start, **settings))
+    monkeypatch.setattr(agent, "Follower", make_follower)
     monkeypatch.setenv("TITAN_FT_TOKEN", "secret")
     leader = threading.Thread(target=lead_once, args=(listener, started), daemon=True)
     leader.start()
@@ -76,7 +85,8 @@ def test_a_follower_waits_for_another_leader_no_longer_than_for_the_first(
     timer.start()
     assert follower._lead_or_follow("") == 1
     timer.cancel()
-    assert started.is_set() and not stop
+    assert started.is_set()
+    assert not stop
 
 
 def test_workers_are_asked_to_leave_once(run: Any) -> None:
@@ -114,3 +124,18 @@ raise SystemExit(10 + len(asked))
         assert end.code == 11
     finally:
         group.end(0.0)
+
+
+def test_a_port_at_which_this_user_may_not_listen_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The agent ends with a line, and the status of a wrong config: it would be no other the next time."""
+
+    def refuse(*args: Any, **settings: Any) -> socket.socket:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    spec = GroupSpec(tmp_path, 1, hosts=2, rendezvous="127.0.0.1:80", zygote=False, cluster=True)
+    assert _Main(spec, StopRequests()).run_on_cluster() == 2
+    rule = "titan_ft: --rendezvous must have a port at which this user may listen, got 127.0.0.1:80; take one above"
+    assert capsys.readouterr().err.startswith(rule)

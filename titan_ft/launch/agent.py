@@ -510,7 +510,11 @@ class _Main:
         if self._mistake:
             _count_on(spec)
             return Agent(spec, self._stop, self._starter).refuse(self._mistake)
-        status = self._lead(metrics_place) if spec.hosts == 1 else self._lead_or_follow(metrics_place)
+        try:
+            status = self._lead(metrics_place) if spec.hosts == 1 else self._lead_or_follow(metrics_place)
+        except ConfigError as error:
+            print(f"titan_ft: {error}", file=sys.stderr, flush=True)
+            return CONFIG_ERROR_CODE
         if self._stop.signum is not None:
             print(f"titan_ft: this group was stopped by {self._stop.signum.name}", file=sys.stderr, flush=True)
             return _status_of_stop(self._stop)
