@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from titan_ft.launch.line import End, Hello, Line, Message, Over, State
+from titan_ft.launch.line import End, Hello, Line, Message, Over, Ping, State
 from titan_ft.launch.worker_exit import WorkerExit
 from titan_ft.run.error_file import WorkerError
 
@@ -64,6 +64,21 @@ def test_the_last_messages_of_a_closed_line_arrive(sockets: Sockets) -> None:
     assert take(leader) == [Hello("n1", 2)]
     with pytest.raises(ConnectionError):
         take(leader)
+
+
+def test_the_last_messages_arrive_although_the_other_end_takes_none(sockets: Sockets) -> None:
+    """A leader that asks a follower, and ends its workers, just after that one has reported their ends and is gone."""
+    leader, follower = (Line(end, "secret", 3, leads=leads) for end, leads in zip(sockets, (True, False), strict=True))
+    leader.send(End(0.0))
+    take(follower, leader)
+    follower.send(Hello("n1", 2))
+    follower.close()
+    for number in range(3):  # the first is answered by a reset
+        leader.send(Ping(number))
+        time.sleep(0.1)
+    assert leader.poll() == [Hello("n1", 2)]
+    with pytest.raises(ConnectionError):
+        leader.poll()
 
 
 @pytest.mark.parametrize(("token", "slot"), [("guess", 3), ("", 3), ("secret", 4)], ids=["other", "none", "group"])

@@ -15,7 +15,6 @@ server for one that is gone.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import secrets
@@ -132,8 +131,7 @@ class Line:
     def send(self, message: Message) -> None:
         """Send a message, at the latest with the next `poll`."""
         self._waiting.append(message)
-        with contextlib.suppress(ConnectionError):  # the next `poll` raises it
-            self._flush()
+        self._try_flush()  # the next `poll` raises what is wrong
 
     def poll(self) -> list[Message]:
         """Return the messages that have come.
@@ -141,23 +139,24 @@ class Line:
         Raises:
             ConnectionError: the other end closed the connection, its host is gone, or it does not know the token.
         """
-        self._flush()
-        is_closed = False
+        problem = self._try_flush()
         while len(self._incoming) <= _MAX_LINE_BYTES:
             try:
                 block = self._socket.recv(1 << 16)
             except BlockingIOError:
                 break
             except OSError as error:  # a timeout of keep-alive is a TimeoutError
-                raise ConnectionError(str(error)) from error
+                problem = ConnectionError(str(error))
+                break
             if not block:
-                is_closed = True
+                problem = ConnectionError("the other end has closed the connection")
                 break
             self._incoming += block
         messages = self._take_messages()
-        if is_closed and not messages:
-            raise ConnectionError("the other end has closed the connection")
-        self._flush()
+        problem = self._try_flush() or problem
+        # What came before the end is taken first: it may be how the other host's workers ended.
+        if problem is not None and not messages:
+            raise problem
         return messages
 
     def close(self) -> None:
@@ -184,6 +183,14 @@ class Line:
         if len(self._incoming) > _MAX_LINE_BYTES:
             raise ConnectionError(_NO_AGENT)
         return messages
+
+    def _try_flush(self) -> ConnectionError | None:
+        """Send what waits; return what keeps it from that."""
+        try:
+            self._flush()
+        except ConnectionError as error:
+            return error
+        return None
 
     def _flush(self) -> None:
         if self._other_nonce:
