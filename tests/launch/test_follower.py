@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from titan_ft.launch import agent
+from titan_ft.launch import agent, follower
 from titan_ft.launch.agent import GroupSpec, _Main
 from titan_ft.launch.follower import Follower
 from titan_ft.launch.hosts import Hosts
@@ -80,13 +80,29 @@ def test_a_follower_waits_for_another_leader_no_longer_than_for_the_first(
     leader.start()
     spec = GroupSpec(tmp_path, 1, hosts=2, rendezvous=address_of(listener))
     stop = StopRequests()
-    follower = _Main(spec, stop)
     timer = threading.Timer(20.0, stop)
     timer.start()
-    assert follower._lead_or_follow("") == 1
+    assert _Main(spec, stop)._lead_or_follow("") == 1
     timer.cancel()
     assert started.is_set()
     assert not stop
+
+
+def test_another_server_at_the_rendezvous_is_not_waited_for_without_end(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the port of the group's first host, takes connections and says nothing: the agent says so, and ends."""
+    for module in (agent, follower):
+        monkeypatch.setattr(module, "MEETING_SECONDS", 0.5)
+    spec = GroupSpec(tmp_path, 1, hosts=2, rendezvous=address_of(listener))
+    stop = StopRequests()
+    timer = threading.Timer(20.0, stop)
+    timer.start()
+    assert _Main(spec, stop)._lead_or_follow("") == 1
+    timer.cancel()
+    assert not stop
+    said = capsys.readouterr().err
+    assert f"no agent leads this group at {spec.rendezvous}: the other end says nothing" in said
 
 
 def test_workers_are_asked_to_leave_once(run: Any) -> None:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from titan_ft.launch.hosts import MEETING_SECONDS
 from titan_ft.launch.line import End, Hello, Leave, Line, Message, Over, Ping, Start, State
 from titan_ft.launch.worker_group import MeetingPoint, Share, WorkerGroup
 from titan_ft.run.address import split_address
@@ -88,9 +89,12 @@ class Follower:
         self._line = Line(connection, self._token, self._slot, leads=False)
         self._line.send(Hello(node_name(), self._num_ranks))
         self._sent = None
+        silent_until = time.monotonic() + MEETING_SECONDS
         try:
             while True:
                 over = self._obey(self._line.poll())
+                if not self._line.has_answered and time.monotonic() > silent_until:
+                    raise ConnectionError("the other end says nothing")
                 if over is not None:
                     return over.status
                 self._report()

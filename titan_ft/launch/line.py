@@ -124,6 +124,11 @@ class Line:
         return self._socket.fileno()
 
     @property
+    def has_answered(self) -> bool:
+        """Whether the other end has sent its nonce, as an agent does at once."""
+        return bool(self._other_nonce)
+
+    @property
     def own_address(self) -> str:
         """Numeric address of this host at which the other end's host reaches it."""
         return str(self._socket.getsockname()[0]).removeprefix("::ffff:").partition("%")[0]
