@@ -32,11 +32,13 @@ def port() -> int:
         return int(server.getsockname()[1])
 
 
-def start(run: Any, port: int, crash: str, ranks: int = 1, token: str = "secret") -> subprocess.Popen[str]:
+def start(
+    run: Any, port: int, crash: str, ranks: int = 1, token: str = "secret", host: str = "127.0.0.1"
+) -> subprocess.Popen[str]:
     """Start the agent of one of two hosts, whose name is that of its pid."""
     run.env |= {"CRASH": crash, "TITAN_FT_TOKEN": token}
     command = ["-m", "titan_ft.launch.agent", "--cluster", f"--run-dir={run.paths.root}", "--replica=3"]
-    command += [f"--ranks={ranks}", "--module=crashing_worker", "--hosts=2", f"--rendezvous=127.0.0.1:{port}"]
+    command += [f"--ranks={ranks}", "--module=crashing_worker", "--hosts=2", f"--rendezvous={host}:{port}"]
     flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=3"]
     return run.start(*command, "--no-zygote", "--", *flags)
 
@@ -85,6 +87,19 @@ TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=Fa
     ]
     assert len({tuple(place[6:]) for place in places}) == 1
     assert {event["rank"]: event["code"] for event in run.events("worker_exited")} == dict.fromkeys(range(4), 0)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+def test_a_group_meets_at_any_address_of_the_loopback(run: Any, port: int) -> None:
+    """Where localhost is ::1, the store is there, too: its address is the one at which the agents meet."""
+    crash = """
+import os, socket
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10)
+os._exit(0)
+"""
+    agents = [start(run, port, crash, host="[::1]") for _ in range(2)]
+    errors = [agent.communicate(timeout=60)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], errors
 
 
 @pytest.mark.parametrize("rank", [0, 1])

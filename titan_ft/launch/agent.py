@@ -308,7 +308,10 @@ class Agent:
 
     def _start_group(self, attempt: int, members: Sequence[Member]) -> GroupWorkers:
         spec = self.spec
-        store = AttemptStore(self._starter, spec.bind, members[0].line.own_address if members else "")
+        address = members[0].line.own_address if members else ""
+        # The rendezvous may be at another address of the loopback: localhost is ::1 as a rule.
+        bind = address if address and spec.bind == LOOPBACK else spec.bind
+        store = AttemptStore(self._starter, bind, address)
         share = Share(spec.ranks, spec.ranks + sum(member.num_ranks for member in members), num_hosts=1 + len(members))
         try:
             local = spec.start_workers(self._starter, attempt, share, store.meeting_point)
