@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -13,6 +14,17 @@ import torch
 from tests.cuda.stream_scenarios import NUM_MEMBERS, Rank, World, _together
 from titan_ft import device
 from titan_ft.gradients.sums import Sums
+
+
+@pytest.fixture(autouse=True)
+def nccl_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set NCCL's environment as a worker does, for one test.
+
+    torchft sets a timeout of its own where there is none. It stayed in the environment of this process,
+    and the jobs of the tests that followed refused it.
+    """
+    for name, value in device.nccl_environment(os.environ, timeout_ms=10_000).items():
+        monkeypatch.setenv(name, value)
 
 
 def kinds_of(sums: Sums) -> set[str]:
