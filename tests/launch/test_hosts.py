@@ -14,14 +14,16 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.launch.forked import children
 from titan_ft.launch import hosts
-from titan_ft.launch.hosts import Hosts, claim
-from titan_ft.launch.line import GONE_SECONDS
+from titan_ft.launch.hosts import GroupWorkers, Hosts, claim
+from titan_ft.launch.line import GONE_SECONDS, Hello, Line
+from titan_ft.launch.worker_group import Share
 
 WAIT = "while not (paths.root / f'go-{attempt}').exists(): __import__('time').sleep(0.02)\n"
 
@@ -239,6 +241,31 @@ def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> No
         assert ours.descriptors() == [listener.fileno()]
         for connection in knocking:
             connection.close()
+
+
+def test_a_host_that_does_not_end_its_workers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent may be stopped (SIGSTOP). The group goes on without the host, and the leader reports its name."""
+    monkeypatch.setattr(hosts, "_COLLECT_SECONDS", 0.1)
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Hosts(listener, 2, "secret", 3, said.append)
+        follower = Line(socket.create_connection(listener.getsockname()), "secret", 3, leads=False)
+        follower.send(Hello("n1", 1))
+        deadline = time.monotonic() + 10.0
+
+        def is_late() -> bool:
+            follower.poll()
+            return time.monotonic() > deadline
+
+        members = ours.wait_for_all(is_late)
+        assert members is not None
+        local = SimpleNamespace(end=lambda grace_seconds: None, exits=list)
+        store = SimpleNamespace(meeting_point=SimpleNamespace(host="127.0.0.1", port=1), close=lambda: None)
+        workers = GroupWorkers(0, Share(1, 2), cast(Any, store), cast(Any, local), ours, members)
+        (lost,) = workers.end(0.0)
+        assert (lost.rank, lost.host, lost.is_lost) == (1, "n1", True)
+        follower.close()
+    assert said == ["the agent of host n1 is gone: it does not end its workers"]
 
 
 def test_who_leads(port: int) -> None:

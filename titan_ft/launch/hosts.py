@@ -76,7 +76,7 @@ class Member:
     line: Line
     host: str = ""
     num_ranks: int = 0
-    """0 until it has said who it is."""
+    """0 until the agent has introduced itself (`Hello`)."""
     state: State | None = None
     """The latest."""
     lost_because: str = ""
@@ -93,10 +93,10 @@ class Hosts:
     """Accepts the agents of a group's other hosts, and exchanges messages with them.
 
     Args:
-        listener: where they come.
+        listener: the socket at which they connect.
         num_hosts: number of hosts of the group, this one included.
         token: the run's secret.
-        slot: of the group.
+        slot: the group's number in the job.
         say: prints a line.
     """
 
@@ -150,7 +150,7 @@ class Hosts:
         self._members = [member for member in self._members if not member.lost_because]
 
     def close(self, status: int, reason: str) -> None:
-        """Let all followers end with this status, and wait for that, because a scheduler ends a job with one task."""
+        """Let all followers end with this status, and wait for that: a scheduler may end a job with its first task."""
         self._is_over = True
         for member in self._members:
             member.line.send(Over(status, reason))
@@ -185,15 +185,19 @@ class Hosts:
                 elif isinstance(message, State):
                     member.state = message
         except ConnectionError as error:
-            member.lost_because = str(error)
-            member.line.close()
-            if self._is_over:
-                return
-            if member.num_ranks:
-                self._say(f"the agent of host {member.host} is gone: {error}")
-            elif not self._has_refused:
-                self._has_refused = True
-                self._say(f"an agent was refused: {error}")
+            self.give_up(member, str(error))
+
+    def give_up(self, member: Member, reason: str) -> None:
+        """Close the connection to an agent, and report the loss; after `close` such an end is expected."""
+        member.lost_because = reason
+        member.line.close()
+        if self._is_over:
+            return
+        if member.num_ranks:
+            self._say(f"the agent of host {member.host} is gone: {reason}")
+        elif not self._has_refused:
+            self._has_refused = True
+            self._say(f"an agent was refused: {reason}")
 
 
 class _RemoteWorkers:
@@ -331,9 +335,9 @@ class GroupWorkers:
             self._poll()
             time.sleep(_POLL_SECONDS)
         for workers in self._remote:
-            if not workers.is_over:  # its agent is stopped (SIGSTOP), or a worker cannot be killed: done without
-                workers.member.lost_because = "it does not end its workers"
-                workers.member.line.close()
+            if self._hosts is not None and not workers.is_over:
+                # Its agent is stopped (SIGSTOP), or a worker cannot be killed. The group goes on without this host.
+                self._hosts.give_up(workers.member, "it does not end its workers")
         exits = self.exits()
         self._store.close()
         return exits
