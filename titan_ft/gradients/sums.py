@@ -23,19 +23,20 @@ _MOMENTS = 2  # of Adam, for each gradient
 class Sums:
     """The sums of one exchange, by bucket. The update that is made of them owns them.
 
-    They lie in the memory of the exchange's buckets until the next exchange begins, which `expire`s them. A group that
-    heals applies its updates later: it `keep`s a copy of each.
+    The sums lie in the memory of the exchange's buckets. The next exchange begins in the same memory, so it calls
+    `expire` first. A healing group applies the updates that it missed later, so it keeps a copy of each (`keep`).
+    Training thread only.
 
     Args:
-        weights: of each bucket, those of its parts; None = the bucket did not travel.
+        weights: per bucket, one weight for each of its parts; None for a bucket that did not travel.
         room: memory for copies.
-        kept: the copies that these sums are, by bucket.
-        after: sums that were in the buckets before; a device may still read them.
+        kept: one tensor per bucket, if this object is a copy.
+        after: the last exchange's sums, which a device may still be reading.
 
     Attributes:
-        flats: of each bucket, a tensor like its `flat`; None = the bucket did not travel.
-        is_kept: these are a copy; the group that applies it gave nothing to the exchange.
-        read: the device has read the buckets' memory when this event has happened. Nothing may write there before.
+        flats: per bucket, a tensor like its `flat`; None for a bucket that did not travel.
+        is_kept: this is a copy; the group that applies it contributed nothing to the exchange.
+        read: an event after the device's last read of the buckets' memory. Nothing may write there before.
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class Sums:
         self._is_expired, self.flats = True, ()
 
     def await_read(self) -> None:
-        """Let what is written to the buckets next come after `read`: on the device, or here if the host writes."""
+        """Order the next write to the buckets after `read`. A GPU waits by itself; a host waits here."""
         device.wait_for(self.read, self._room.where)
         if self._room.where.type == "cpu":
-            self.read = None  # now it has happened: no wait for each of the other buckets
+            self.read = None  # It has happened: the calls for the other buckets return at once.
 
     def keep(self) -> Sums:
         """Return a copy, which outlives the next exchange.
 
-        From a GPU the copy may still be under way then: only `write` may read it.
+        On a GPU the copy may be unfinished on return. Read it through `write` only, which waits for it.
         """
         assert not self.is_kept, "these sums are a copy"
         assert not self._is_expired, "the next exchange has begun in the memory of these sums"
@@ -81,10 +82,10 @@ class Sums:
         return copy
 
     def write(self, scale: float | None = None) -> None:
-        """Make the sums times `scale` the parameters' gradients; None = the means by the weights of the groups.
+        """Set each parameter's gradient to its sum times `scale`, or by default to the groups' weighted mean.
 
-        A parameter whose bucket did not travel, or that no group used, has no gradient then. Counts become the sums as
-        they are. If the sums are no copy, this group's gradients are in the update: what rounding left of them counts.
+        A parameter whose bucket did not travel, or that no group used, has no gradient afterwards. Counts get the plain
+        sum. Unless this is a copy, the rounding error of this group's gradients is carried to its next exchange.
         """
         assert not self._is_expired, "the next exchange has begun in the memory of these sums"
         on_host = all(bucket.on_host for bucket in self._buckets)
@@ -128,13 +129,13 @@ class Room:
         return sum(bucket.num_bytes for bucket in self._buckets)
 
     def keep_on_device(self) -> int:
-        """Let copies stay on the device where they fit, until `drop`; returns how many.
+        """Let copies stay on the device where they fit, until `drop`; return how many.
 
-        Of what the device has left, this rank's gradients and moments may yet take their part, and half of the rest is
-        for a process group that is built meanwhile. None if the buckets are in host memory.
+        Reserve memory for this rank's gradients and Adam's moments, which may not be allocated yet. Use half of the
+        rest: a new process group may need the other half. Return 0 if the buckets are in host memory.
         """
-        trained = sum(bucket.values.numel() for bucket in self._buckets) * torch.float32.itemsize
-        free = device.free_bytes(self.where) - (1 + _MOMENTS) * trained
+        gradient_bytes = sum(bucket.values.numel() for bucket in self._buckets) * torch.float32.itemsize
+        free = device.free_bytes(self.where) - (1 + _MOMENTS) * gradient_bytes
         self._most_on_device = max(0, free) // (2 * max(1, self.num_bytes))
         return self._most_on_device
 
@@ -161,11 +162,11 @@ class Room:
         return room
 
     def _allocate_on_device(self) -> list[torch.Tensor] | None:
-        """Allocate a copy's memory there; None if there is less left than there was."""
+        """Allocate a copy's memory there; None if the device no longer has the room that `keep_on_device` found."""
         try:
             return [torch.empty_like(bucket.flat) for bucket in self._buckets]
         except torch.OutOfMemoryError:
-            logger.warning("the GPU has no room for the sums that were to stay there: they go to host memory")
+            logger.warning("the GPU has no room left for queued sums: they are kept in host memory")
             self._most_on_device = 0
             return None
 
@@ -175,7 +176,7 @@ class Room:
             self._on_device.add(copy)
 
     def drop(self) -> None:
-        """Let go of the memory that is allocated ahead, and of what copies had: none is made any more."""
+        """Free the memory that was allocated ahead, and that of past copies: no more copies will be made."""
         if self._ahead is not None:
             self._ahead.add_done_callback(_give_up)
         self._ahead, self._most_on_device = None, 0
