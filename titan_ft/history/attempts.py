@@ -16,8 +16,8 @@ from titan_ft.run import events as ev
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One injected fault; times in Unix microseconds."""
+class RecordedFault:
+    """One fault that was injected into the run, as its events have it; times in Unix microseconds."""
 
     time_us: int
     name: str
@@ -108,7 +108,7 @@ class Attempt:
     stopped: bool = False
     """Whether the supervisor ended it because the run was stopped."""
     gave_up_us: int | None = None
-    fault: Fault | None = None
+    fault: RecordedFault | None = None
     """The fault that ended it; None if none is known to."""
 
     @property
@@ -180,7 +180,7 @@ def seconds_of(fault: ev.FaultInjected) -> float:
     return seconds if isinstance(seconds, int | float) else 0.0
 
 
-def read_faults(events: Iterable[ev.Event]) -> list[Fault]:
+def read_faults(events: Iterable[ev.Event]) -> list[RecordedFault]:
     """Return the injected faults of events that are in order of time."""
     relevant = ev.FaultEvent | ev.LighthouseRestarted | ev.ChaosStarted | ev.LaunchStarted
     events = [event for event in events if isinstance(event, relevant)]
@@ -199,11 +199,11 @@ def read_faults(events: Iterable[ev.Event]) -> list[Fault]:
             if end is None and (seconds := seconds_of(event)):
                 end = time + round(seconds * 1e6)
             whom = (target.replica, target.rank, target.lighthouse)
-            faults.append(Fault(time, event.fault, *whom, event.shot, counted.last, end))
+            faults.append(RecordedFault(time, event.fault, *whom, event.shot, counted.last, end))
     return faults
 
 
-def read_attempts(events: Iterable[ev.Event], faults: Sequence[Fault]) -> dict[int, list[Attempt]]:
+def read_attempts(events: Iterable[ev.Event], faults: Sequence[RecordedFault]) -> dict[int, list[Attempt]]:
     """Return the attempts of each group that have events, in order; the events are in order of time."""
     found: dict[tuple[int, int], Attempt] = {}
     for event in events:
@@ -236,7 +236,7 @@ def read_attempts(events: Iterable[ev.Event], faults: Sequence[Fault]) -> dict[i
     return dict(groups)
 
 
-def _fatal_fault(attempt: Attempt, faults: Sequence[Fault], since: int) -> Fault | None:
+def _fatal_fault(attempt: Attempt, faults: Sequence[RecordedFault], since: int) -> RecordedFault | None:
     """Return the fault that ended an attempt: the last deadly one that hit it, else the last it did not survive."""
     if not attempt.failed or attempt.exit_us is None:
         return None

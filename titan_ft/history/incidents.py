@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from titan_ft.history.attempts import Attempt, Fault, microseconds
+from titan_ft.history.attempts import Attempt, RecordedFault, microseconds
 from titan_ft.history.fold import FailureSpan
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.usual_steps import UsualSteps
@@ -207,7 +207,7 @@ class _Open(Cause):
 
     time_us: int
     name: str
-    fault: Fault | None
+    fault: RecordedFault | None
     ended: list[Attempt] = field(default_factory=list)
     """The attempts that ended of it."""
     dropped: list[FailureSpan] = field(default_factory=list)
@@ -362,7 +362,7 @@ def _name_dropout(dropout: FailureSpan, record: RunRecord) -> str:
     return "dropped out"
 
 
-def _is_of(incident: Fault | None, fault: Fault | None) -> bool:
+def _is_of(incident: RecordedFault | None, fault: RecordedFault | None) -> bool:
     return incident is not None and fault is not None and incident.number == fault.number
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from titan_ft.history.attempts import Attempt, Fault, is_of_worker, microseconds, read_attempts, read_faults
+from titan_ft.history.attempts import Attempt, RecordedFault, is_of_worker, microseconds, read_attempts, read_faults
 from titan_ft.history.fold import RunFold, fold_events
 from titan_ft.history.kept import SETTLED_SECONDS, read_reduced
 from titan_ft.history.trajectory import State, chain_to, final_states, read_states
@@ -227,7 +227,7 @@ class RunRecord:
         return list(found.values())
 
     @cached_property
-    def faults(self) -> list[Fault]:
+    def faults(self) -> list[RecordedFault]:
         """The injected faults, in order of time."""
         return read_faults(self.events)
 

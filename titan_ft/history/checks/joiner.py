@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from titan_ft.history.attempts import Fault
+from titan_ft.history.attempts import RecordedFault
 from titan_ft.history.checks.foundation import object_to_absence
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.record import ProcessHistory, RunRecord, view
@@ -130,7 +130,7 @@ def _usual_step(record: RunRecord) -> float:
     return median(steps) if steps else 0.0
 
 
-def _find_fault(record: RunRecord, joining: Joining) -> Fault | None:
+def _find_fault(record: RunRecord, joining: Joining) -> RecordedFault | None:
     """Return a fault that was injected into a group while it joined, or that lasted until then."""
     begin, end = round(joining.begin * 1e6), round((joining.begin + joining.seconds) * 1e6)
     for fault in record.faults:
