@@ -647,6 +647,24 @@ def test_an_exchange_that_the_others_have_left(seats: Any) -> None:
     assert frozen._events.named("peer_silent") == []
 
 
+def test_an_exchange_that_another_group_has_broken_off(seats: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """All members live and none is in another quorum: one took another for dead, and NCCL's abort reaches nobody."""
+    group = FakeProcessGroup()
+    waits, leaves = seats.take(0, process_group=group), seats.take(1, process_group=FakeProcessGroup())
+    seats.meet(waits, leaves)
+    leaves.abort()
+    assert leaves.vote(0, False) is False
+    group.aborted.clear()
+    leaves.begin(0)
+    with waits.waiting():
+        assert group.aborted.wait(DEADLINE)
+    assert "asks for the next quorum already" in caplog.text
+    assert not waits._events.named("left_out")
+    assert not waits._events.named("peer_silent")
+    waits.vote(0, False)
+    assert [quorum.slots for quorum in seats.meet(waits, leaves)] == [[0, 1]] * 2
+
+
 def test_with_nccl_a_silent_member_is_waited_for_half_as_long(seats: Any) -> None:
     """No closed connection tells of it: one heartbeat timeout, which is all that the lighthouse waits itself."""
     gloo, nccl = (

@@ -23,6 +23,7 @@ from titan_ft.membership.pulse import (
     find_cut_off,
     find_outsiders,
     find_successors,
+    has_leaver,
 )
 from titan_ft.protocol.member import Member
 
@@ -115,7 +116,9 @@ def watch(lighthouse: Lighthouse) -> Iterator[Callable[..., tuple[Pulse, queue.S
     def make(members: list[str], address: str = "") -> tuple[Pulse, queue.SimpleQueue[Any]]:
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         page = StatusPage(address or lighthouse.address)
-        made.append(Pulse(page, 0.02, 0.02, 1.0, lambda: OWN, lambda: members, told.put, told.put))
+        made.append(
+            Pulse(page, 0.02, 0.02, 1.0, lambda: OWN, lambda: members, told.put, told.put, partial(told.put, "left"))
+        )
         return made[-1], told
 
     yield make
@@ -126,7 +129,9 @@ def watch(lighthouse: Lighthouse) -> Iterator[Callable[..., tuple[Pulse, queue.S
 def test_the_status_page_is_read() -> None:
     """It gives replica ids, unescaped: the seconds since each was heard of, and the members of the last quorum."""
     assert Status.parse(PAGE) == Status({"0:a/b": 0.021028435, "1:c": 3.5}, ("0:a/b", "3:<own>"))
-    assert Status.parse("") == Status({}, ())
+    assert Status.parse("") == Status({}, (), 0)
+    waiting = "New quorum not ready, only have 2 participants, need at least half of 5 healthy workers "
+    assert Status.parse(f"{waiting}[2/3 participants healthy][5 heartbeating]").num_asking == 2
 
 
 OTHER = Member(1, 2.5, "other", "digest", job="job")
@@ -213,6 +218,56 @@ def test_an_exchange_that_the_others_have_left_is_broken_off(
             told.get(timeout=SILENCE_SECONDS)
 
 
+@pytest.mark.parametrize(
+    ("beats", "num_asking", "leaver"),
+    [
+        ([OTHER, OWN], 0, False),
+        ([OTHER, OWN], 1, True),
+        ([OTHER, OWN, replace(OTHER, slot=2)], 1, False),  # a joiner asks
+        ([OTHER, OWN, replace(OTHER, slot=2)], 2, True),
+        ([OTHER, OWN, replace(OTHER, job="another")], 1, False),
+    ],
+)
+def test_a_member_that_asks_for_the_next_quorum_has_left(beats: list[Member], num_asking: int, leaver: bool) -> None:
+    """More groups ask than are outside of the exchange: one of them is inside."""
+    heartbeats = {member.replica_id: 0.1 for member in beats}
+    assert has_leaver(OWN, [OTHER.replica_id], Status(heartbeats, (), num_asking), 0.5) is leaver
+    long_gone = heartbeats | {replace(OTHER, slot=9).replica_id: 60.0}
+    assert has_leaver(OWN, [OTHER.replica_id], Status(long_gone, (), num_asking), 0.5) is leaver
+
+
+def test_an_exchange_that_one_member_has_left_is_broken_off(
+    lighthouse: Lighthouse, wait_until: Callable[..., None]
+) -> None:
+    """After four looks in succession: who completes the exchange a moment earlier asks for a quorum as well."""
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    page, members = StatusPage(lighthouse.address), [OTHER.replica_id]
+    alone = f"  {OTHER.replica_id}: seen 0.1s ago\n[0/0 participants healthy]\n"
+    asks = alone.replace("[0/0", "[1/1")
+    lighthouse.page = alone
+    pulse = Pulse(page, 0.01, 0.01, 0.1, lambda: OWN, lambda: members, told.put, told.put, partial(told.put, "left"))
+
+    def pages(*seen: str) -> None:
+        for text in seen:
+            lighthouse.asked.get(timeout=DEADLINE)
+            lighthouse.page = text
+
+    try:
+        for _ in range(2):  # looks in one exchange do not count in the next
+            with pulse.watching():
+                while not lighthouse.asked.empty():
+                    lighthouse.asked.get()
+                pages(asks, alone, alone)
+            assert told.empty()
+        with pulse.watching():
+            lighthouse.page = asks
+            assert told.get(timeout=DEADLINE) == "left"
+            with pytest.raises(queue.Empty):
+                told.get(timeout=SILENCE_SECONDS)
+    finally:
+        pulse.close()
+
+
 def test_a_silent_member_is_told_once(lighthouse: Lighthouse, watch: Callable[..., tuple]) -> None:
     """The silent ones among the members are named, once for an exchange, and again for the next one."""
     pulse, silences = watch(["0:a/b", "1:c"])
@@ -229,7 +284,9 @@ def test_the_first_look_may_come_long_before_the_next(lighthouse: Lighthouse) ->
     lighthouse.page = "    1:c: seen 3.5s ago\n"
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     page = StatusPage(lighthouse.address)
-    pulse = Pulse(page, 0.01, 10 * DEADLINE, 1.0, lambda: OWN, lambda: ["1:c"], told.put, told.put)
+    pulse = Pulse(
+        page, 0.01, 10 * DEADLINE, 1.0, lambda: OWN, lambda: ["1:c"], told.put, told.put, partial(told.put, "left")
+    )
     try:
         with pulse.watching():
             assert told.get(timeout=DEADLINE) == {"1:c": 3.5}
@@ -250,7 +307,7 @@ def test_it_looks_again_when_a_member_would_be_silent(lighthouse: Lighthouse, wa
 
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     page, members = StatusPage(lighthouse.address), ["1:c", "2:d"]
-    pulse = Noting(page, 0.01, 0.5, 1.0, lambda: OWN, lambda: members, told.put, told.put)
+    pulse = Noting(page, 0.01, 0.5, 1.0, lambda: OWN, lambda: members, told.put, told.put, partial(told.put, "left"))
     try:
         with pulse.watching():
             wait_until(lambda: pauses, "a look")

@@ -167,11 +167,13 @@ class Lighthouse:
         self._look()
 
     def status(self) -> str:
-        """Return what the status page says of heartbeats and of the last quorum."""
-        now = self._kernel.now
+        """Return what the status page says of heartbeats, of the last quorum, and of requests for the next."""
+        now, healthy = self._kernel.now, self._healthy()
+        asking = sum(name in self._participants for name in healthy)
+        requests = f"[{asking}/{len(self._participants)} participants healthy]\n"
         members = "".join(f"  <b>{member.replica_id}</b> <br/>\n" for member in self._previous or ())
         beats = "".join(f"    {name}: seen {heart.age(now):.6f}s ago\n" for name, heart in self._hearts.items())
-        return members + beats
+        return requests + members + beats
 
     @property
     def quorum(self) -> tuple[int, list[str]]:

@@ -388,12 +388,12 @@ def ranks(world: Lighthouses) -> Iterator[Any]:
 
 
 def status_page(world: Lighthouses) -> Iterator[Any]:
-    """The page has everybody that was ever heard of, and the members of the last quorum, whoever asks meanwhile."""
+    """The page has everybody that was ever heard of, the last quorum, and how many ask."""
 
-    def look() -> tuple[list[str], tuple[str, ...]]:
+    def look() -> tuple[list[str], tuple[str, ...], int]:
         status = Status.parse(world.page())
         assert all(0 <= seconds < 2 * _HEARTBEAT_TIMEOUT for seconds in status.heartbeats.values())
-        return sorted(status.heartbeats), status.quorum
+        return sorted(status.heartbeats), status.quorum, status.num_asking
 
     yield look()
     for name in "ab":
@@ -404,6 +404,7 @@ def status_page(world: Lighthouses) -> Iterator[Any]:
     world.join("c")
     world.sleep(0.2)
     world.ask("c", 0)
+    world.sleep(0.2)
     yield look()
     world.leave("a")
     world.ask("b", 2)

@@ -473,6 +473,7 @@ class Membership:
             members=self._find_exchanging,
             on_silence=self._leave_silent,
             on_left_out=self._leave_abandoned,
+            on_leaver=self._follow_leaver,
         )
 
     def _find_others(self) -> list[Member]:
@@ -501,6 +502,11 @@ class Membership:
         self._rendezvous.abort(self._looked_at)
         logger.warning("groups %s have gone on without this one: the exchange is broken off", slots)
         self._events.emit(LeftOut(members=slots))
+
+    def _follow_leaver(self) -> None:
+        """Break off the exchange under way because a member has done so; the next quorum shows which."""
+        self._rendezvous.abort(self._looked_at)
+        logger.warning("a group of this exchange asks for the next quorum already: the exchange is broken off here too")
 
 
 def _connect(store: tuple[str, int], timeout: timedelta = timedelta(seconds=300)) -> TCPStore:

@@ -36,10 +36,15 @@ With NCCL between the groups nothing else may tell of a member that has died, an
 
 CLOSEST = 10  # looks within an interval at most
 
+_LOOKS_AT_A_LEAVER = 4
+"""In succession, a quarter of the patience apart. A member that completes the exchange a moment before this one
+asks for the next quorum too. Breaking off at the first look would leave this group without an update of the others."""
+
 _HEARTBEAT = re.compile(r"^\s*(\S+): seen ([0-9.eE+-]+)s ago\s*$", re.MULTILINE)
 
 
 _MEMBER = re.compile(r"^\s*<b>(\S+)</b> <br/>\s*$", re.MULTILINE)  # of the last quorum
+_ASKING = re.compile(r"\[(\d+)/\d+ participants healthy\]")  # of the next quorum
 
 
 @dataclass(frozen=True)
@@ -49,17 +54,21 @@ class Status:
     Attributes:
         heartbeats: seconds since each member's last heartbeat, by replica id.
         quorum: replica ids of the members of the last quorum; none = the lighthouse has yet to form one.
+        num_asking: members with heartbeats that have asked for the next quorum. The page does not name them.
     """
 
     heartbeats: dict[str, float]
     quorum: tuple[str, ...] = ()
+    num_asking: int = 0
 
     @classmethod
     def parse(cls, page: str) -> Status:
         """Read the page."""
+        asking = _ASKING.search(page)
         return cls(
             {html.unescape(name): float(seconds) for name, seconds in _HEARTBEAT.findall(page)},
             tuple(html.unescape(name) for name in _MEMBER.findall(page)),
+            int(asking.group(1)) if asking else 0,
         )
 
 
@@ -173,6 +182,7 @@ class Pulse(Watch):
         members: returns the replica ids of the others in the exchange under way; none as long as they are not known.
         on_silence: called with the silent ones and their seconds, to break the exchange off.
         on_left_out: called with the slots of the groups that have gone on without this one, to break it off.
+        on_leaver: called when a member has broken the exchange off and nothing else tells, to break it off here too.
     """
 
     def __init__(
@@ -185,13 +195,17 @@ class Pulse(Watch):
         members: Callable[[], Collection[str]],
         on_silence: Callable[[dict[str, float]], None],
         on_left_out: Callable[[list[int]], None],
+        on_leaver: Callable[[], None],
     ) -> None:
         self._page, self._patience, self._own, self._members = page, patience, own, members
-        self._on_silence, self._on_left_out = on_silence, on_left_out
+        self._on_silence, self._on_left_out, self._on_leaver = on_silence, on_left_out, on_leaver
         self._longest = interval
+        self._leaver: tuple[object, int] = (None, 0)  # an exchange, and the looks in succession that found one there
         super().__init__("titan_ft_pulse", lambda: first, 1.0, self._look_at_page)
 
     def _look_at_page(self) -> Callable[[], None] | None:
+        exchange, (seen_in, looks) = self._exchange, self._leaver
+        self._leaver = (exchange, 0)
         members = self._members()
         if not members:
             return None
@@ -203,6 +217,12 @@ class Pulse(Watch):
             return partial(self._on_left_out, slots)
         if silent := self._find_silent(own, members, status.heartbeats):
             return partial(self._on_silence, silent)
+        if has_leaver(own, members, status, self._patience):
+            self._leaver = (exchange, looks + 1 if exchange is seen_in else 1)
+            if self._leaver[1] == _LOOKS_AT_A_LEAVER:
+                return self._on_leaver
+            self._pause = self._patience / _LOOKS_AT_A_LEAVER
+            return None
         rest = self._patience - max((status.heartbeats.get(name, 0.0) for name in members), default=0.0)
         self._pause = min(self._longest, max(rest, self._longest / CLOSEST))
         return None
@@ -225,6 +245,22 @@ def find_successors(own: Member, others: Collection[Member], quorum: Collection[
     if own.replica_id in quorum:
         return []
     return sorted({member.slot for member in members_of_job(own, quorum)} & left)
+
+
+def has_leaver(own: Member, members: Collection[str], status: Status, patience: float) -> bool:
+    """Say whether a member of an exchange has left it: it asks for the next quorum while this group still waits.
+
+    A group that has found another one silent breaks the exchange off, and may be wrong. Over NCCL its abort reaches
+    nobody, and the members that live would wait for each other until their timeout. The page counts those that ask and
+    does not name them, so that all groups outside of the exchange, of any job, are taken to ask as well.
+
+    Args:
+        members: replica ids of the other members of the exchange.
+        patience: seconds of silence after which a group asks no more.
+    """
+    inside = {own.replica_id, *members}
+    outside = [name for name, seconds in status.heartbeats.items() if name not in inside and seconds < 2 * patience]
+    return status.num_asking > len(outside)
 
 
 def find_outsiders(own: Member, members: Collection[Member], status: Status, beat: float) -> list[int]:
