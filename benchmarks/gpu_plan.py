@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.systems import NUM_GROUPS, OURS, STOCK, Config, Job, derive_config
 from titan_ft.config import ConfigError
-from titan_ft.launch.worker_group import visible_devices
+from titan_ft.launch.group.worker_group import visible_devices
 from titan_ft.training.divisions import DEGREES
 
 BACKENDS = ("gloo", "nccl")

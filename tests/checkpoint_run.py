@@ -34,10 +34,10 @@ from titan_ft.config import FaultTolerance  # noqa: E402
 from titan_ft.engine.feed import save_loader  # noqa: E402
 from titan_ft.protocol.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.protocol.position import Position  # noqa: E402
-from titan_ft.training import checkpoint_choice  # noqa: E402
-from titan_ft.training.checkpoint import ReplicaCheckpoints  # noqa: E402
-from titan_ft.training.checkpoint_folder import MANIFEST, is_complete  # noqa: E402
-from titan_ft.training.checkpoint_load import Load  # noqa: E402
+from titan_ft.training.checkpoint import choice as checkpoint_choice  # noqa: E402
+from titan_ft.training.checkpoint.folder import MANIFEST, is_complete  # noqa: E402
+from titan_ft.training.checkpoint.load import Load  # noqa: E402
+from titan_ft.training.checkpoint.manager import ReplicaCheckpoints  # noqa: E402
 
 LINEAGE = 0xABCDEF
 

@@ -34,7 +34,7 @@ def test_a_trainer_without_chaos_loads_nothing_that_breaks_things() -> None:
 def test_a_launch_without_chaos_loads_nothing_that_breaks_things(tmp_path: Path) -> None:
     """Neither the command line nor the launcher; tests of whole launches assert it at their end as well."""
     code = (
-        "import sys, titan_ft.launch.local, titan_ft.launch.agent\n"
+        "import sys, titan_ft.launch.local, titan_ft.launch.group.agent\n"
         "from titan_ft.cli.main import main\n"
         "flags = ['--replicas', '2', '--ranks-per-replica', '1', '--run-dir', 'none']\n"
         f"assert main(['launch', '{tmp_path}/none.toml', *flags]) == 2\n"

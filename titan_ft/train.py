@@ -21,7 +21,7 @@ from titan_ft import versions
 from titan_ft.config import ConfigError
 from titan_ft.data.datasets import load_text
 from titan_ft.launch import store_server
-from titan_ft.launch.forks import ask_fork
+from titan_ft.launch.group.forks import ask_fork
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.protocol.errors import JobFinished
 from titan_ft.run.appender import finish_waiting

@@ -57,8 +57,8 @@ from titan_ft.run.events import Batches, CameTooLate, Drained, Hung, StartedAnew
 from titan_ft.run.marks import announce_left
 from titan_ft.run.paths import RunPaths
 from titan_ft.training import spec
-from titan_ft.training.checkpoint import ReplicaCheckpoints
-from titan_ft.training.checkpoint_host import CheckpointHost
+from titan_ft.training.checkpoint.host import CheckpointHost
+from titan_ft.training.checkpoint.manager import ReplicaCheckpoints
 from titan_ft.training.curves import keep_curves, keep_going_without_config_file, keep_traces
 from titan_ft.training.finished import finished_step, mark_finished
 from titan_ft.training.hyperparameters import Hyperparameters

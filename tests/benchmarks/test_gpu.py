@@ -27,7 +27,7 @@ from benchmarks.systems import STOCK, Config, Job
 from tests.history.histories import killed_run
 from titan_ft.config import ConfigError
 from titan_ft.history.record import RunRecord
-from titan_ft.launch.zygote import NO_FORKS
+from titan_ft.launch.group.zygote import NO_FORKS
 from titan_ft.run.events import StepCommitted
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from titan_ft.data.assets import TOKENIZER
 from titan_ft.run.events import CheckpointFailed, ReplicaGaveUp, ReplicaRestarted, StepCommitted
 from titan_ft.run.log import read_events
-from titan_ft.training.checkpoint_folder import complete_steps
+from titan_ft.training.checkpoint.folder import complete_steps
 
 STEPS, STOP = 20, 10
 

@@ -14,7 +14,7 @@ from harness.events import Event
 from harness.job import Job
 from harness.trajectory import by_process, check, check_finished, check_one_trajectory, exits, named
 
-from titan_ft.training.checkpoint_folder import Manifest, complete_steps
+from titan_ft.training.checkpoint.folder import Manifest, complete_steps
 
 pytestmark = pytest.mark.slow
 

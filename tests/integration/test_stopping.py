@@ -18,7 +18,7 @@ from harness.job import CONFIG
 
 from titan_ft.run.events import CheckpointSaved, StepCommitted
 from titan_ft.run.log import read_events
-from titan_ft.training.checkpoint_folder import complete_steps
+from titan_ft.training.checkpoint.folder import complete_steps
 
 pytestmark = pytest.mark.slow
 

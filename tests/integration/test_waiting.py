@@ -16,7 +16,7 @@ from harness.events import audit
 from harness.job import Job
 from harness.trajectory import check, check_finished, check_one_trajectory, named
 
-from titan_ft.training.checkpoint_folder import complete_steps
+from titan_ft.training.checkpoint.folder import complete_steps
 
 STEP = 4  # the step that takes long
 QUORUM_SECONDS, START_SECONDS = 1.0, 1.5

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from titan_ft.launch.agent import Agent, GroupSpec
-from titan_ft.launch.worker_group import PlainStarter
+from titan_ft.launch.group.agent import Agent, GroupSpec
+from titan_ft.launch.group.worker_group import PlainStarter
 from titan_ft.run.stop import StopRequests
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from tests.event_builder import event as make
-from titan_ft.launch import agent as agent_module
 from titan_ft.launch import restart_policy
-from titan_ft.launch.agent import SENT_AWAY, point_to
-from titan_ft.launch.worker_exit import WorkerExit, root_failure
-from titan_ft.launch.worker_group import visible_devices
+from titan_ft.launch.group import agent as agent_module
+from titan_ft.launch.group.agent import SENT_AWAY, point_to
+from titan_ft.launch.group.worker_exit import WorkerExit, root_failure
+from titan_ft.launch.group.worker_group import visible_devices
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
@@ -36,7 +36,7 @@ def start(run: Any, ranks: int, *further: str, max_restarts: int = 100) -> subpr
     options += further
     flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=0"]
     extra = ["--module=fake_worker", "--lighthouse=http://127.0.0.1:1"]
-    return run.start("-m", "titan_ft.launch.agent", *options, *extra, "--", *flags)
+    return run.start("-m", "titan_ft.launch.group.agent", *options, *extra, "--", *flags)
 
 
 def test_group_is_restarted_as_a_whole(run: Any) -> None:
@@ -481,7 +481,7 @@ def test_gpus_are_dealt_out_in_turn() -> None:
 @pytest.mark.parametrize(("flag", "status"), [("--help", 0), ("--no-such-flag", 2)])
 def test_the_command_line_says_how_it_is_used(flag: str, status: int) -> None:
     """Without a worker's arguments, too: no traceback."""
-    command = [sys.executable, "-m", "titan_ft.launch.agent", flag]
+    command = [sys.executable, "-m", "titan_ft.launch.group.agent", flag]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == status
     assert "Traceback" not in result.stderr

@@ -13,7 +13,7 @@ import pytest
 from tests.event_builder import event
 from titan_ft.launch import agent_keeper
 from titan_ft.launch.agent_keeper import FROZEN_SECONDS, AgentKeeper
-from titan_ft.launch.children import Child
+from titan_ft.launch.group.children import Child
 from titan_ft.launch.restart_policy import AGENT_CRASHED_CODE, AttemptEnd, GiveUp, RestartPolicy
 from titan_ft.run.events import AgentEnded, Event
 from titan_ft.run.paths import RunPaths

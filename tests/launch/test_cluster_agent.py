@@ -25,7 +25,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start an agent as `titan-ft group` does."""
     run.env["CRASH"] = crash
-    command = ["-m", "titan_ft.launch.agent", "--cluster", f"--run-dir={run.paths.root}", "--replica=3"]
+    command = ["-m", "titan_ft.launch.group.agent", "--cluster", f"--run-dir={run.paths.root}", "--replica=3"]
     command += [f"--ranks={ranks}", "--max-restarts=9", f"--module={module}", *options, "--"]
     return run.start(*command, f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=3", *flags)
 
@@ -100,7 +100,7 @@ raise SystemExit(2)
     process = start(run, "import sys" + crash, ranks=1)
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    shown = [f"out {attempt} titan-ft 3.0 titan_ft.launch.agent {process.pid}" for attempt in range(2)]
+    shown = [f"out {attempt} titan-ft 3.0 titan_ft.launch.group.agent {process.pid}" for attempt in range(2)]
     assert printed.splitlines() == shown
     assert [line for line in errors.splitlines() if line.startswith("err")] == ["err 0", "err 1"]
     assert [event["standby"] for event in run.events("replica_restarted")] == [True]
@@ -227,7 +227,7 @@ def test_a_group_that_is_stopped_says_so_in_one_line(run: Any, signum: signal.Si
 
 def test_ctrl_c_among_the_imports_is_no_traceback(run: Any) -> None:
     """They take seconds."""
-    process = run.start("-v", "-m", "titan_ft.launch.agent", "--help")
+    process = run.start("-v", "-m", "titan_ft.launch.group.agent", "--help")
     for line in process.stderr:
         if line.startswith("import 'tyro"):
             break

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from titan_ft.launch import agent, follower
-from titan_ft.launch.agent import GroupSpec, _Main
-from titan_ft.launch.follower import Follower
-from titan_ft.launch.hosts import Hosts
-from titan_ft.launch.line import Start
-from titan_ft.launch.worker_group import MeetingPoint, PlainStarter, Share, WorkerGroup
+from titan_ft.launch.group import agent, follower
+from titan_ft.launch.group.agent import GroupSpec, _Main
+from titan_ft.launch.group.follower import Follower
+from titan_ft.launch.group.hosts import Hosts
+from titan_ft.launch.group.line import Start
+from titan_ft.launch.group.worker_group import MeetingPoint, PlainStarter, Share, WorkerGroup
 from titan_ft.run.stop import StopRequests
 
 

@@ -20,10 +20,10 @@ from typing import Any, cast
 import pytest
 
 from tests.launch.forked import children
-from titan_ft.launch import hosts
-from titan_ft.launch.hosts import GroupWorkers, Hosts, claim
-from titan_ft.launch.line import GONE_SECONDS, Hello, Line
-from titan_ft.launch.worker_group import Share
+from titan_ft.launch.group import hosts
+from titan_ft.launch.group.hosts import GroupWorkers, Hosts, claim
+from titan_ft.launch.group.line import GONE_SECONDS, Hello, Line
+from titan_ft.launch.group.worker_group import Share
 
 WAIT = "while not (paths.root / f'go-{attempt}').exists(): __import__('time').sleep(0.02)\n"
 
@@ -39,7 +39,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start the agent of one of two hosts, whose name is that of its pid."""
     run.env |= {"CRASH": crash, "TITAN_FT_TOKEN": token}
-    command = ["-m", "titan_ft.launch.agent", "--cluster", f"--run-dir={run.paths.root}", "--replica=3"]
+    command = ["-m", "titan_ft.launch.group.agent", "--cluster", f"--run-dir={run.paths.root}", "--replica=3"]
     command += [f"--ranks={ranks}", "--module=crashing_worker", "--hosts=2", f"--rendezvous={host}:{port}"]
     flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=3"]
     return run.start(*command, "--no-zygote", "--", *flags)

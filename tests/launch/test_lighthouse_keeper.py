@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.children import Children
+from titan_ft.launch.group.children import Children
 from titan_ft.launch.lighthouse_keeper import HOST, LighthouseKeeper
 from titan_ft.run.log import EventLog
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from titan_ft.launch.line import End, Hello, Line, Message, Over, Ping, State
-from titan_ft.launch.worker_exit import WorkerExit
+from titan_ft.launch.group.line import End, Hello, Line, Message, Over, Ping, State
+from titan_ft.launch.group.worker_exit import WorkerExit
 from titan_ft.run.error_file import WorkerError
 
 Sockets = tuple[socket.socket, socket.socket]

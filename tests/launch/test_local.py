@@ -178,7 +178,7 @@ def test_a_run_outlives_its_zygote(run: Any) -> None:
     assert "zygote" in run.worker(1, 0, 1)["command"][2]
     assert run.is_alive(first[0]["pid"])
     run.order(1, 0, 1, "exit 1")
-    assert run.worker(1, 0, 2)["command"][2] == "titan_ft.launch.agent"  # of which it is a fork
+    assert run.worker(1, 0, 2)["command"][2] == "titan_ft.launch.group.agent"  # of which it is a fork
     for replica in (0, 1):
         run.order(replica, "any", "any", "exit 0")
     printed, errors = launcher.communicate(timeout=20)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build
-from titan_ft.launch.own_end import OWN_SIGNALS, kind_of_end
+from titan_ft.launch.group.own_end import OWN_SIGNALS, kind_of_end
 from titan_ft.launch.restart_policy import (
     CRASH_LOOP,
     FINAL_CODE,

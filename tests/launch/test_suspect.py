@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from titan_ft.config import ConfigError
+from titan_ft.launch.group.worker_exit import WorkerExit
 from titan_ft.launch.suspect import HostDeaths, SuspectPolicy, counts_against_host
-from titan_ft.launch.worker_exit import WorkerExit
 from titan_ft.run.events import WorkerExited
 from titan_ft.run.log import EventLog
 

@@ -45,7 +45,7 @@ def test_a_worker_has_the_variables_of_torchrun(run: Any) -> None:
     torchrun = environments(
         run, "torchrun", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "env_worker"
     )
-    supervisor = ["titan_ft.launch.agent", f"--run-dir={run.paths.root}", "--ranks=2", "--module=env_worker"]
+    supervisor = ["titan_ft.launch.group.agent", f"--run-dir={run.paths.root}", "--ranks=2", "--module=env_worker"]
     ours = environments(run, "supervisor", "-m", *supervisor, "--lighthouse=http://127.0.0.1:1", "--no-zygote", "--")
     for theirs, own in zip(torchrun, ours, strict=True):
         assert theirs.keys() - own.keys() == LEFT_OUT

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_ft.launch import zygote as zygote_module
-from titan_ft.launch.forks import ForkedProcess
-from titan_ft.launch.zygote import Zygote
+from titan_ft.launch.group import zygote as zygote_module
+from titan_ft.launch.group.forks import ForkedProcess
+from titan_ft.launch.group.zygote import Zygote
 
 ROOT = Path(__file__).parents[2]
 SUBJECT = """

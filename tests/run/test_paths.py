@@ -48,6 +48,6 @@ def test_next_attempt(tmp_path: Path) -> None:
 
 def test_launcher_loads_no_torch() -> None:
     """The command line and the launcher start fast and work without torch."""
-    modules = "titan_ft.cli.main, titan_ft.launch.local, titan_ft.launch.launch_plan, titan_ft.launch.agent"
+    modules = "titan_ft.cli.main, titan_ft.launch.local, titan_ft.launch.launch_plan, titan_ft.launch.group.agent"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'torchft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

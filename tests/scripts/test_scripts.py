@@ -82,7 +82,7 @@ def test_a_group_on_one_node_needs_no_rendezvous() -> None:
         "RUST_LOG=warn",
     ]
     assert words[5 : words.index("--")] == [
-        *("-m", "titan_ft.launch.agent", "--cluster"),
+        *("-m", "titan_ft.launch.group.agent", "--cluster"),
         *("--run-dir=/shared/run", "--replica=1", "--ranks=8", "--bind=::"),
         *("--max-restarts=100", "--drain-timeout=25"),
     ]

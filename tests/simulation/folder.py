@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from tests.simulation.kernel import Kernel
 from tests.simulation.network import Node
 from tests.simulation.saving import Partial
-from titan_ft.training.checkpoint_folder import MANIFEST, Manifest
+from titan_ft.training.checkpoint.folder import MANIFEST, Manifest
 from titan_ft.transfer.snapshot import Snapshot
 
 PATH = "/checkpoints"

@@ -42,7 +42,7 @@ from titan_ft.protocol.errors import GaveUpError
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import RoundReport
 from titan_ft.run.events import DataOpened
-from titan_ft.training import checkpoint_choice
+from titan_ft.training.checkpoint import choice as checkpoint_choice
 
 SCHEDULES = 2000
 """Within so many schedules the exploration must find a mutation."""

@@ -42,7 +42,7 @@ from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import NOTHING, Contribution, RoundReport
 from titan_ft.round_settings import quantizes
 from titan_ft.run.events import DataOpened, Drained, Event, Hung, RankSilent
-from titan_ft.training.checkpoint_choice import (
+from titan_ft.training.checkpoint.choice import (
     NO_STEP,
     LoadRequest,
     agree_on_step,

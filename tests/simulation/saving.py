@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank's saves: what `titan_ft.training.checkpoint.ReplicaCheckpoints` does with `async_mode = "async"`.
+"""One rank's saves: what `titan_ft.training.checkpoint.manager.ReplicaCheckpoints` does with `async_mode = "async"`.
 
 That class is torchtitan's and writes files. Who saves when, what the others hear of it and what is taken back are here
 as they are there.

@@ -45,8 +45,8 @@ PACKAGES = (
     "titan_ft.gradients",
     "titan_ft.engine",
     "titan_ft.run",
-    "titan_ft.training.checkpoint_choice",
-    "titan_ft.training.checkpoint_folder",
+    "titan_ft.training.checkpoint.choice",
+    "titan_ft.training.checkpoint.folder",
 )
 """The engine's packages and modules."""
 

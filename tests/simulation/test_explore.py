@@ -51,7 +51,7 @@ from titan_ft.membership import membership, pulse
 from titan_ft.protocol import member
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.row import Why
-from titan_ft.training.checkpoint_choice import LoadError
+from titan_ft.training.checkpoint.choice import LoadError
 from titan_ft.transfer.snapshot import Snapshot
 
 SCHEDULES = 200

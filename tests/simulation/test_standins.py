@@ -31,4 +31,6 @@ def test_no_loaded_module_of_the_engine_has_real_time() -> None:
 
 def test_a_module_outside_of_the_rooms_is_found() -> None:
     """The launcher's modules stand for a room that nobody named."""
-    assert "titan_ft.launch.children.time" in real_names("titan_ft.launch.children, tests.simulation.explore")
+    assert "titan_ft.launch.group.children.time" in real_names(
+        "titan_ft.launch.group.children, tests.simulation.explore"
+    )

@@ -55,16 +55,16 @@ from titan_ft.host.hugging_face import MERGING  # noqa: E402
 from titan_ft.protocol.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.round_settings import OuterOptimizer  # noqa: E402
 from titan_ft.semi_sync import SemiSyncTrainer  # noqa: E402
-from titan_ft.training import checkpoint_choice  # noqa: E402
-from titan_ft.training.checkpoint import SaveError, latest_due  # noqa: E402
-from titan_ft.training.checkpoint_choice import LoadError  # noqa: E402
-from titan_ft.training.checkpoint_folder import (  # noqa: E402
+from titan_ft.training.checkpoint import choice as checkpoint_choice  # noqa: E402
+from titan_ft.training.checkpoint.choice import LoadError  # noqa: E402
+from titan_ft.training.checkpoint.folder import (  # noqa: E402
     MANIFEST,
     Manifest,
     complete_steps,
     publish,
     writer_of,
 )
+from titan_ft.training.checkpoint.manager import SaveError, latest_due  # noqa: E402
 
 # What is saved and loaded
 
@@ -760,7 +760,7 @@ def test_a_save_that_keeps_the_others_waiting_too_long_is_warned_of(
 ) -> None:
     """A synchronous save longer than join_timeout_ms costs the writer its place in the quorum: say what to change."""
     said: list[str] = []
-    monkeypatch.setattr("titan_ft.training.checkpoint.logger.warning", lambda text, *_: said.append(text))
+    monkeypatch.setattr("titan_ft.training.checkpoint.manager.logger.warning", lambda text, *_: said.append(text))
     run = make_run()
     run.train(5)
     assert said == []

@@ -13,8 +13,9 @@ import torch
 
 from tests.checkpoint_run import Run, assert_equal
 from titan_ft.config import ConfigError
-from titan_ft.training import checkpoint_choice, checkpoint_folder
-from titan_ft.training.checkpoint_folder import MANIFEST, Manifest, complete_steps, publish
+from titan_ft.training.checkpoint import choice as checkpoint_choice
+from titan_ft.training.checkpoint import folder as checkpoint_folder
+from titan_ft.training.checkpoint.folder import MANIFEST, Manifest, complete_steps, publish
 
 MakeRun = Callable[..., Run]
 
@@ -49,7 +50,9 @@ def test_a_job_begins_at_load_step_once(make_run: MakeRun) -> None:
 def test_a_job_without_a_name_says_that_it_goes_on(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Started by hand, nobody knows whether it is the same one; the line says what to do if it is not."""
     said: list[str] = []
-    monkeypatch.setattr("titan_ft.training.checkpoint.logger.warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(
+        "titan_ft.training.checkpoint.manager.logger.warning", lambda text, *values: said.append(text % values)
+    )
     make_run(job_id="first").train(10)
     begin(make_run, load_step=5).train(10)
     assert not any("load_step" in line for line in said)
@@ -189,7 +192,7 @@ def test_a_step_that_cannot_be_read_just_now_pushes_out_no_sound_one(
             raise OSError(5, "Input/output error")
         return ""
 
-    monkeypatch.setattr("titan_ft.training.checkpoint.find_defect", look)
+    monkeypatch.setattr("titan_ft.training.checkpoint.manager.find_defect", look)
     run.train(15)
     run.wait_for_purge()
     assert complete_steps(run.folder) == [5, 10, 15]

@@ -28,10 +28,11 @@ from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
 from titan_ft.config import ConfigError  # noqa: E402
-from titan_ft.training import checkpoint_choice, checkpoint_damage  # noqa: E402
-from titan_ft.training.checkpoint_choice import LoadError, LoadRequest, agree_on_step  # noqa: E402
-from titan_ft.training.checkpoint_damage import NOTES, find_defect  # noqa: E402
-from titan_ft.training.checkpoint_folder import INDEX, MANIFEST, Manifest, complete_steps  # noqa: E402
+from titan_ft.training.checkpoint import choice as checkpoint_choice  # noqa: E402
+from titan_ft.training.checkpoint import damage as checkpoint_damage  # noqa: E402
+from titan_ft.training.checkpoint.choice import LoadError, LoadRequest, agree_on_step  # noqa: E402
+from titan_ft.training.checkpoint.damage import NOTES, find_defect  # noqa: E402
+from titan_ft.training.checkpoint.folder import INDEX, MANIFEST, Manifest, complete_steps  # noqa: E402
 
 Damage = Callable[[Path], None]
 MakeRun = Callable[..., Run]
@@ -557,7 +558,7 @@ def test_one_glance_does_not_make_damage(make_run: MakeRun, monkeypatch: pytest.
     def look(folder: Path) -> str:
         return "__0_0.distcp is missing" if next(looks) == 0 else find_defect(folder)
 
-    monkeypatch.setattr("titan_ft.training.checkpoint.find_defect", look)
+    monkeypatch.setattr("titan_ft.training.checkpoint.manager.find_defect", look)
     other = make_run()
     assert other.load()
     assert other.progress.step == 10
@@ -679,7 +680,7 @@ def test_damage_that_one_rank_finds_ends_all(make_run: MakeRun, monkeypatch: pyt
     run.train(10)
     ranks = Ranks(monkeypatch, make_run)
     monkeypatch.setattr(
-        "titan_ft.training.checkpoint_load.Load.check",
+        "titan_ft.training.checkpoint.load.Load.check",
         lambda load, *_: load._gather(0) and ranks.rank is not None and _raise_damage(ranks),
     )
     for error in ranks.load():
@@ -694,7 +695,7 @@ def test_damage_that_one_rank_finds_ends_all(make_run: MakeRun, monkeypatch: pyt
 
 
 def _raise_damage(ranks: Ranks) -> None:
-    from titan_ft.training.checkpoint_folder import DamagedError
+    from titan_ft.training.checkpoint.folder import DamagedError
 
     raise DamagedError(f"the model in it is not what was saved, says rank {ranks.rank}")
 
@@ -705,7 +706,7 @@ def test_what_rank_0_finds_damaged_is_passed_over_by_all(make_run: MakeRun, monk
     run.train(10)
     ranks = Ranks(monkeypatch, make_run)
     monkeypatch.setattr(
-        "titan_ft.training.checkpoint.find_defect",
+        "titan_ft.training.checkpoint.manager.find_defect",
         lambda folder: "cut" if folder.name == "step-10" and ranks.rank == 0 else "",
     )
     assert ranks.load() == [None, None]

@@ -24,14 +24,14 @@ from torchtitan.models.llama3 import llama3_args  # noqa: E402
 from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter  # noqa: E402
 
-from titan_ft.training.checkpoint import SaveError  # noqa: E402
-from titan_ft.training.checkpoint_export import (  # noqa: E402
+from titan_ft.training.checkpoint.export import (  # noqa: E402
     Converted,
     ExportError,
     Tensor,
     describe_tensors,
     gather_tensors,
 )
+from titan_ft.training.checkpoint.manager import SaveError  # noqa: E402
 
 MakeRun = Callable[..., Run]
 INDEX = "model.safetensors.index.json"
@@ -100,7 +100,7 @@ def test_every_file_of_an_export_can_be_read(
 def test_what_the_table_lacks_or_has_too_much_is_said(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may have given the table of another model."""
     said: list[str] = []
-    monkeypatch.setattr("titan_ft.training.checkpoint_export.logger.warning", said.append)
+    monkeypatch.setattr("titan_ft.training.checkpoint.export.logger.warning", said.append)
     export(make_run, {WEIGHT: 1, **{f"layers.{number}.inv_freq": 1 for number in range(5)}})
     absent, unnamed = said
     assert "names tensors that the model lacks" in absent

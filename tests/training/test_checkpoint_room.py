@@ -23,9 +23,9 @@ cpu.prepare()
 
 from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter  # noqa: E402
 
-from titan_ft.training import checkpoint_save  # noqa: E402
-from titan_ft.training.checkpoint_folder import Manifest, complete_steps  # noqa: E402
-from titan_ft.training.checkpoint_save import ELSEWHERE_IN_GROUP, agree_on_reason  # noqa: E402
+from titan_ft.training.checkpoint import save as checkpoint_save  # noqa: E402
+from titan_ft.training.checkpoint.folder import Manifest, complete_steps  # noqa: E402
+from titan_ft.training.checkpoint.save import ELSEWHERE_IN_GROUP, agree_on_reason  # noqa: E402
 
 MakeRun = Callable[..., Run]
 

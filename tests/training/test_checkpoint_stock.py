@@ -24,7 +24,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E4
 from torchtitan.config import Checkpoint  # noqa: E402
 
 from titan_ft.engine.feed import Feed  # noqa: E402
-from titan_ft.training import checkpoint_states  # noqa: E402
+from titan_ft.training.checkpoint import states as checkpoint_states  # noqa: E402
 
 MakeRun = Callable[..., Run]
 

@@ -12,7 +12,7 @@ import pytest
 
 from titan_ft.config import ConfigError
 from titan_ft.train import check
-from titan_ft.training.checkpoint_folder import INDEX
+from titan_ft.training.checkpoint.folder import INDEX
 from titan_ft.training.job_config import check_paths, read_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"

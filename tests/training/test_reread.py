@@ -12,8 +12,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.event_builder import event
 from titan_ft.history.reread import Reread, Shard
+from titan_ft.training.checkpoint.reread import _arguments_here, _prepare
 from titan_ft.training.job_config import digest_config, read_config
-from titan_ft.training.reread import _arguments_here, _prepare
 
 CONFIG = """
 [model]

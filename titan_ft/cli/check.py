@@ -48,7 +48,7 @@ def run(command: Check, worker_args: Sequence[str]) -> int:
 def _reread(record: RunRecord, run_dir: Path) -> Reread:
     """Read the data of a run again. Data or a config that cannot be read any more make it unknown."""
     # Only here: reading data loads torch and torchtitan, which takes seconds.
-    from titan_ft.training.reread import reread
+    from titan_ft.training.checkpoint.reread import reread
 
     try:
         return reread(record, run_dir)

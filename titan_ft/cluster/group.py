@@ -35,7 +35,7 @@ from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
 
 TOKEN_ENV = "TITAN_FT_TOKEN"
-AGENT = "titan_ft.launch.agent"
+AGENT = "titan_ft.launch.group.agent"
 _OWN_FLAGS = {
     "job.config_file": "CONFIG",
     "job.dump_folder": "--run-dir",

@@ -3,7 +3,7 @@
 """Compare the batches that a run trained with those of a reader that was never interrupted.
 
 `collect` lists what the events say of each shard. `compare` takes the batches of a shard, read from its
-beginning without a break, and finds what differs. Reading itself is in `titan_ft.training.reread`.
+beginning without a break, and finds what differs. Reading itself is in `titan_ft.training.checkpoint.reread`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from titan_ft.launch.children import Child
+from titan_ft.launch.group.children import Child
 from titan_ft.launch.restart_policy import (
     AGENT_CRASHED_CODE,
     AttemptEnd,

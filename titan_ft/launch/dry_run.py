@@ -38,7 +38,7 @@ def describe(plan: LaunchPlan) -> str:
     Raises:
         ConfigError: there is a mistake in the config.
     """
-    from titan_ft.launch.worker_group import worker_env  # torch, which counts the GPUs, takes seconds to import
+    from titan_ft.launch.group.worker_group import worker_env  # torch, which counts the GPUs, takes seconds to import
 
     options, paths = plan.options, plan.paths
     with working_folder_first():

@@ -28,9 +28,9 @@ from titan_ft.config import (
     unwritable,
 )
 from titan_ft.data.assets import find_config
-from titan_ft.launch.agent import DEFAULT_MODULE
 from titan_ft.launch.failed_start import is_failed_start, set_aside
 from titan_ft.launch.gpus import num_gpus
+from titan_ft.launch.group.agent import DEFAULT_MODULE
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.launch.resume import (
     Changes,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.children import Child, Children
+from titan_ft.launch.group.children import Child, Children
 from titan_ft.launch.restart_policy import backoff_seconds
 from titan_ft.run.events import LighthouseRestarted, LighthouseStarted
 from titan_ft.run.log import EventLog

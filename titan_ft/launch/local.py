@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from titan_ft.config import ConfigError
 from titan_ft.history.notes import name_groups
-from titan_ft.launch.agent import AGENT, GRACE_SECONDS
 from titan_ft.launch.agent_keeper import AgentKeeper
-from titan_ft.launch.children import Child, Children, Process
 from titan_ft.launch.going_on import CHECKPOINTS_OFF, describe_stop
+from titan_ft.launch.group.agent import AGENT, GRACE_SECONDS
+from titan_ft.launch.group.children import Child, Children, Process
+from titan_ft.launch.group.worker_group import open_log, usual_env
+from titan_ft.launch.group.zygote import IMPORT_SECONDS, Zygote, is_possible
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd, RestartPolicy, has_trained, may_replace
-from titan_ft.launch.worker_group import open_log, usual_env
-from titan_ft.launch.zygote import IMPORT_SECONDS, Zygote, is_possible
 from titan_ft.live import status
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer

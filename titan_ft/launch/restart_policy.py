@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_ft.launch.own_end import EARLY_END, code_of, kind_of_end, may_be_the_host, name_end
+from titan_ft.launch.group.own_end import EARLY_END, code_of, kind_of_end, may_be_the_host, name_end
 from titan_ft.run.appender import any_is_cut
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.own_end import may_be_the_host
+from titan_ft.launch.group.own_end import may_be_the_host
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.run.events import WorkerExited
 from titan_ft.run.tail import EventTail

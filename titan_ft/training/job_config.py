@@ -17,7 +17,7 @@ from typing import Any
 from titan_ft import config as ft_config
 from titan_ft.config import ConfigError, closest
 from titan_ft.host.release import check_torchtitan, expect_torchtitan
-from titan_ft.training.checkpoint_folder import INDEX
+from titan_ft.training.checkpoint.folder import INDEX
 from titan_ft.training.custom_import import import_custom
 from titan_ft.training.divisions import check_model, num_experts
 from titan_ft.training.flavors import register_flavors

@@ -24,8 +24,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from titan_ft.launch.forks import fork_module, preload
-from titan_ft.launch.worker_group import open_log
+from titan_ft.launch.group.forks import fork_module, preload
+from titan_ft.launch.group.worker_group import open_log
 
 CONFIG = Path(__file__).parents[3] / "configs" / "llama3_debug.toml"
 

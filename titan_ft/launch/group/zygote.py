@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.forks import ForkedProcess, check, fork_module, preload
+from titan_ft.launch.group.forks import ForkedProcess, check, fork_module, preload
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.output import protect_output
@@ -68,7 +68,7 @@ class Zygote:
         self._socket, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as on_failure:
             on_failure.callback(self._socket.close)
-            command = [sys.executable, "-m", "titan_ft.launch.zygote", str(theirs.fileno()), module, *args]
+            command = [sys.executable, "-m", "titan_ft.launch.group.zygote", str(theirs.fileno()), module, *args]
             self._process = start(command, theirs.fileno())
             on_failure.pop_all()
         self._received = b""

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_ft.config import ConfigError
 from titan_ft.host.titan_0_2 import DATALOADER, TRAIN_STATE
-from titan_ft.training.checkpoint_choice import (
+from titan_ft.training.checkpoint.choice import (
     NO_STEP,
     Gather,
     LoadError,
@@ -26,7 +26,7 @@ from titan_ft.training.checkpoint_choice import (
     agree_on_step,
     fail_together,
 )
-from titan_ft.training.checkpoint_damage import (
+from titan_ft.training.checkpoint.damage import (
     FailedLoad,
     Failure,
     classify,
@@ -34,9 +34,9 @@ from titan_ft.training.checkpoint_damage import (
     has_training_state,
     read_keys,
 )
-from titan_ft.training.checkpoint_digest import find_change, take_digests
-from titan_ft.training.checkpoint_export import check_importable
-from titan_ft.training.checkpoint_folder import (
+from titan_ft.training.checkpoint.digest import find_change, take_digests
+from titan_ft.training.checkpoint.export import check_importable
+from titan_ft.training.checkpoint.folder import (
     LATEST,
     OTHER_FOLDER_REMEDY,
     DamagedError,
@@ -45,7 +45,7 @@ from titan_ft.training.checkpoint_folder import (
     check_rounds,
     data_change,
 )
-from titan_ft.training.checkpoint_states import JOB_TOKENS, QUORUM_STATE
+from titan_ft.training.checkpoint.states import JOB_TOKENS, QUORUM_STATE
 
 OUTER_STATE = "outer"  # the outer optimizer's, with a semi-synchronous method
 STOCK_RANKS = f"{DATALOADER}.world_size"  # how many data ranks stock torchtitan had

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
-from titan_ft.launch.forks import ForkedProcess
-from titan_ft.launch.worker_group import open_log
+from titan_ft.launch.group.forks import ForkedProcess
+from titan_ft.launch.group.worker_group import open_log
 from titan_ft.run.orphan import PARENT_PID_ENV
 
 LAST_SECONDS = 2.0

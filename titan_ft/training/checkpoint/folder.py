@@ -63,7 +63,7 @@ class Manifest:
         load_step: `checkpoint.load_step` of the writer.
         save_id: differs between any two saves, also of one step; hex digits.
         table: digest of the table of files as it was written, see `digest_table`; empty = unknown.
-        digests: of the parts of the state by name, see `checkpoint_digest`.
+        digests: of the parts of the state by name, see `digest`.
     """
 
     step: int

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep one replica group running: start its workers, and start them all again when one of them dies.
 
-One agent per group (`python -m titan_ft.launch.agent`), under `titan-ft launch` as on a cluster (`titan-ft group`). A
-group on several hosts has an agent on each: the first one leads, and the others do as it says (`hosts`, `follower`).
+One agent per group (`python -m titan_ft.launch.group.agent`), under `titan-ft launch` as on a cluster (`titan-ft
+group`). A group on several hosts has an agent on each: the first one leads, and the others do as it says (`hosts`,
+`follower`).
 The group as a whole is what is restarted, because its ranks cannot go on without each other. The workers are forks of
 the agent, which has imported all that they need (`forks`), by itself or as a fork of the launcher's zygote.
 
@@ -40,9 +41,23 @@ from typing import Annotated
 import tyro
 
 from titan_ft.config import LIGHTHOUSE_VARIABLE, ConfigError, FaultTolerance
-from titan_ft.launch.follower import STOPPED, Follower
-from titan_ft.launch.forks import check, preload
-from titan_ft.launch.hosts import MEETING_SECONDS, GroupWorkers, Hosts, Member, claim
+from titan_ft.launch.group.follower import STOPPED, Follower
+from titan_ft.launch.group.forks import check, preload
+from titan_ft.launch.group.hosts import MEETING_SECONDS, GroupWorkers, Hosts, Member, claim
+from titan_ft.launch.group.worker_exit import WorkerExit, root_failure
+from titan_ft.launch.group.worker_group import (
+    LOOPBACK,
+    AttemptStore,
+    ForkStarter,
+    MeetingPoint,
+    PlainStarter,
+    Share,
+    Starter,
+    WorkerGroup,
+    attempt_env,
+    usual_env,
+    worker_env,
+)
 from titan_ft.launch.restart_policy import (
     AGENT_CRASHED_CODE,
     CONFIG,
@@ -58,20 +73,6 @@ from titan_ft.launch.restart_policy import (
     has_trained,
 )
 from titan_ft.launch.suspect import HostDeaths, SuspectPolicy
-from titan_ft.launch.worker_exit import WorkerExit, root_failure
-from titan_ft.launch.worker_group import (
-    LOOPBACK,
-    AttemptStore,
-    ForkStarter,
-    MeetingPoint,
-    PlainStarter,
-    Share,
-    Starter,
-    WorkerGroup,
-    attempt_env,
-    usual_env,
-    worker_env,
-)
 from titan_ft.run.appender import retry_waiting
 from titan_ft.run.events import CONFIG_ERROR, HostLeft, ReplicaGaveUp, ReplicaRestarted, TrainingFinished
 from titan_ft.run.log import EventLog
@@ -88,7 +89,7 @@ RETRY_SECONDS = 0.2
 GRACE_SECONDS = 3.0
 CAUSE_SECONDS = 1.0
 """Time for a rank that reported an exception to end by itself."""
-AGENT = "titan_ft.launch.agent"
+AGENT = "titan_ft.launch.group.agent"
 """This module."""
 DEFAULT_MODULE = "titan_ft.train"
 LATE_RETURN_SECONDS = 10.0

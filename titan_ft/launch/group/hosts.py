@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.line import GONE_SECONDS, End, Hello, Leave, Line, Over, Ping, Start, State
-from titan_ft.launch.worker_exit import WorkerExit
-from titan_ft.launch.worker_group import AttemptStore, Share, WorkerGroup
+from titan_ft.launch.group.line import GONE_SECONDS, End, Hello, Leave, Line, Over, Ping, Start, State
+from titan_ft.launch.group.worker_exit import WorkerExit
+from titan_ft.launch.group.worker_group import AttemptStore, Share, WorkerGroup
 from titan_ft.run.address import ALL_HOSTS, split_address
 
 MEETING_SECONDS = 600.0

@@ -8,9 +8,9 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from titan_ft.launch.hosts import MEETING_SECONDS
-from titan_ft.launch.line import End, Hello, Leave, Line, Message, Over, Ping, Start, State
-from titan_ft.launch.worker_group import MeetingPoint, Share, WorkerGroup
+from titan_ft.launch.group.hosts import MEETING_SECONDS
+from titan_ft.launch.group.line import End, Hello, Leave, Line, Message, Over, Ping, Start, State
+from titan_ft.launch.group.worker_group import MeetingPoint, Share, WorkerGroup
 from titan_ft.run.address import split_address
 from titan_ft.run.process import node_name
 from titan_ft.run.stop import StopRequests

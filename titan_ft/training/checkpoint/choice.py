@@ -20,8 +20,8 @@ from typing import TypeVar
 from titan_ft.config import ConfigError
 from titan_ft.protocol.errors import ReplicaError
 from titan_ft.protocol.row import fold48
-from titan_ft.training.checkpoint_damage import is_model_only
-from titan_ft.training.checkpoint_folder import (
+from titan_ft.training.checkpoint.damage import is_model_only
+from titan_ft.training.checkpoint.folder import (
     LATEST,
     MANIFEST,
     OTHER_FOLDER_REMEDY,

@@ -39,7 +39,7 @@ from titan_ft.run.events import (
     DataReset,
     SavingBeforeLeaving,
 )
-from titan_ft.training.checkpoint_choice import (
+from titan_ft.training.checkpoint.choice import (
     NO_STEP,
     Choice,
     LoadError,
@@ -49,16 +49,16 @@ from titan_ft.training.checkpoint_choice import (
     check_same_state,
     check_still_there,
 )
-from titan_ft.training.checkpoint_damage import find_defect, one_line
-from titan_ft.training.checkpoint_digest import take_digests
-from titan_ft.training.checkpoint_export import (
+from titan_ft.training.checkpoint.damage import find_defect, one_line
+from titan_ft.training.checkpoint.digest import take_digests
+from titan_ft.training.checkpoint.export import (
     Converted,
     check_export,
     check_import,
     describe_tensors,
     gather_tensors,
 )
-from titan_ft.training.checkpoint_folder import (
+from titan_ft.training.checkpoint.folder import (
     LATEST,
     DamagedError,
     Manifest,
@@ -71,9 +71,9 @@ from titan_ft.training.checkpoint_folder import (
     take_abandoned,
     writer_of,
 )
-from titan_ft.training.checkpoint_host import CheckpointHost
-from titan_ft.training.checkpoint_load import OUTER_STATE, Load
-from titan_ft.training.checkpoint_save import (
+from titan_ft.training.checkpoint.host import CheckpointHost
+from titan_ft.training.checkpoint.load import OUTER_STATE, Load
+from titan_ft.training.checkpoint.save import (
     PartError,
     Save,
     SaveError,
@@ -83,7 +83,7 @@ from titan_ft.training.checkpoint_save import (
     latest_due,
     on_all_ranks,
 )
-from titan_ft.training.checkpoint_states import QUORUM_STATE, QuorumState, Shards, TrainCounters, stock_loaders
+from titan_ft.training.checkpoint.states import QUORUM_STATE, QuorumState, Shards, TrainCounters, stock_loaders
 
 
 class ReplicaCheckpoints(CheckpointManager):

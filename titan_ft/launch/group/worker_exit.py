@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ft.launch.own_end import EARLY_END, kind_of_end
+from titan_ft.launch.group.own_end import EARLY_END, kind_of_end
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import WorkerExited

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_ft.host.titan_0_2 import logger
 from titan_ft.protocol.errors import FinalError
-from titan_ft.training.checkpoint_damage import one_line
-from titan_ft.training.checkpoint_export import ExportError
+from titan_ft.training.checkpoint.damage import one_line
+from titan_ft.training.checkpoint.export import ExportError
 
 ELSEWHERE_IN_GROUP = "it failed on another rank of this group"
 _FULL = (errno.ENOSPC, errno.EDQUOT)

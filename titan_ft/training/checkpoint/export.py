@@ -19,9 +19,9 @@ import torch.distributed as dist
 from titan_ft.config import ConfigError
 from titan_ft.host.titan_0_2 import logger
 from titan_ft.protocol.row import fold48
-from titan_ft.training.checkpoint_choice import Gather
-from titan_ft.training.checkpoint_damage import check_safetensors
-from titan_ft.training.checkpoint_folder import INDEX, DamagedError
+from titan_ft.training.checkpoint.choice import Gather
+from titan_ft.training.checkpoint.damage import check_safetensors
+from titan_ft.training.checkpoint.folder import INDEX, DamagedError
 
 _MAX_NAMED = 3  # tensors that a line names
 

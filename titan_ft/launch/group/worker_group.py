@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
 from titan_ft.launch import store_server
-from titan_ft.launch.forks import ForkedProcess, fork_module
 from titan_ft.launch.gpus import listed_gpus, num_gpus
-from titan_ft.launch.worker_exit import ENDED_EARLY, WorkerExit
+from titan_ft.launch.group.forks import ForkedProcess, fork_module
+from titan_ft.launch.group.worker_exit import ENDED_EARLY, WorkerExit
 from titan_ft.run import error_file
 from titan_ft.run.address import is_unspecified, usable_bind
 from titan_ft.run.error_file import read_error

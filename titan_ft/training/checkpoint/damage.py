@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titan_ft.host.titan_0_2 import TRAIN_STATE
-from titan_ft.training.checkpoint_folder import INDEX, MANIFEST, METADATA, DamagedError, Manifest, digest_table
-from titan_ft.training.checkpoint_states import QUORUM_STATE
+from titan_ft.training.checkpoint.folder import INDEX, MANIFEST, METADATA, DamagedError, Manifest, digest_table
+from titan_ft.training.checkpoint.states import QUORUM_STATE
 
 NOTES = "failed-load-*.json"
 _UNREADABLE_LOADS = 3

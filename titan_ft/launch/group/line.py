@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from titan_ft.launch.worker_exit import WorkerExit
+from titan_ft.launch.group.worker_exit import WorkerExit
 
 GONE_SECONDS = 10
 """A host that answers nothing for so long is gone."""
