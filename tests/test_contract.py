@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import inspect
+import sys
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
@@ -104,6 +105,22 @@ def test_torchtitan_config_can_be_merged() -> None:
     assert ConfigManager(merged).config_cls is merged
     names = {field.name for field in dataclasses.fields(merged().fault_tolerance)}
     assert {"enable", "group_size", "digest_every"} <= names
+
+
+def test_torchtitan_merges_into_a_class_of_another_module() -> None:
+    """tyro parses that module once a table, `titan_0_2.build_schema` names a smaller one."""
+    from torchtitan.config import ConfigManager, JobConfig
+
+    from titan_ft.config import JobConfig as OurJobConfig
+    from titan_ft.host.titan_0_2 import build_schema
+
+    def lines(schema: type) -> int:
+        return len(inspect.getsource(sys.modules[schema.__module__]).splitlines())
+
+    _, schema = build_schema(OurJobConfig, [], {})
+    assert lines(ConfigManager._merge_configs(JobConfig, OurJobConfig)) > 100
+    assert lines(schema) < 10
+    assert schema().fault_tolerance.__module__ == schema.__module__
 
 
 def test_torchtitan_names_can_be_looked_up_early() -> None:
