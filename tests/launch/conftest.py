@@ -21,6 +21,7 @@ from titan_ft.run.log import read_events
 from titan_ft.run.paths import RunPaths
 
 HERE = Path(__file__).parent
+WITHOUT_TORCH = HERE / "without_torch"
 
 
 class FakeRun:
@@ -33,10 +34,14 @@ class FakeRun:
         self.config = folder / "config.toml"
         self.config.write_text("[job]\n[fault_tolerance]\nenable = true\n")
         self.env = {**os.environ, "FAKE_WORKERS": str(self.orders)}
-        roots = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        roots = [str(WITHOUT_TORCH), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
         self.env["PYTHONPATH"] = os.pathsep.join(root for root in roots if root)
         self.processes: list[subprocess.Popen[str]] = []
         self.stdout: int = subprocess.PIPE
+
+    def use_torch(self) -> None:
+        """Let the processes import torch itself: their workers do, or meet at the group's store."""
+        self.env["PYTHONPATH"] = self.env["PYTHONPATH"].removeprefix(f"{WITHOUT_TORCH}{os.pathsep}")
 
     @staticmethod
     def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "") -> Any:

@@ -74,6 +74,7 @@ from torch.distributed import TCPStore
 TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False).set(str(rank), "here")
 {FINISH}
 """
+    run.use_torch()
     agents = [start(run, port, crash, ranks=2), start(run, port, crash, ranks=2)]
     wait_for_workers(run, 0, 4)
     end(run, 0)

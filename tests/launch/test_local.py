@@ -151,6 +151,7 @@ def test_a_group_takes_little_memory_beside_its_workers(run: Any) -> None:
 
     A store that answers has torch: measured before, it could be one that is still about to import its own.
     """
+    run.use_torch()
     launcher = run.launch(replicas=2, module="torch_worker")
     workers = [run.worker(replica, 0, 0)["env"] for replica in (0, 1)]
     for supervisor, worker in zip(supervisors_of(launcher.pid), workers, strict=True):

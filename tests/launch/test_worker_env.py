@@ -36,6 +36,7 @@ def environments(run: Any, name: str, *command: str) -> list[dict[str, str]]:
 def test_a_worker_has_the_variables_of_torchrun(run: Any) -> None:
     """All names but a few, and the same values where a rank is meant. What torchrun sets by itself keeps no worker from
     NCCL."""
+    run.use_torch()
     of_the_user = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "RUST_LOG")
     run.env = {
         name: value

@@ -28,6 +28,8 @@ from titan_ft.launch.group.forks import fork_module, preload
 from titan_ft.launch.group.worker_group import open_log
 
 CONFIG = Path(__file__).parents[3] / "configs" / "llama3_debug.toml"
+IMPORTED_BY_HOOKS = ("harness.events", "harness.mask", "titan_ft.chaos.inside.target_worker", "titan_ft.semi_sync")
+"""Imported once, and not by each worker."""
 
 
 class Zygote:
@@ -117,6 +119,8 @@ def main() -> None:
     obstacle = preload("titan_ft.train", [f"--job.config_file={CONFIG}"])
     assert not obstacle, obstacle
     importlib.import_module("titan_ft.launch.lighthouse")
+    for name in IMPORTED_BY_HOOKS:
+        importlib.import_module(name)
     zygote = Zygote(answers)
     os.write(answers, b'{"ready": true}\n')
     zygote.serve()
