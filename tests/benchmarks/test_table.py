@@ -7,10 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.command import PARTS, describe_machine
-from benchmarks.links import MODES
-from benchmarks.rounds import CASES, Case
 from benchmarks.systems import OURS, PEER
-from benchmarks.table import format_report, markdown
+from benchmarks.table import format_report
 
 
 def test_the_report_is_a_table_per_part() -> None:
@@ -59,61 +57,3 @@ def test_recovery_has_a_table_per_kind() -> None:
     # What is measured is shown, even when the run ends before the rest.
     del recovery["drains"], recovery["outages"], recovery["rejoins"]["wait"]
     assert "drains" not in format_report(report, ["recovery"])
-
-
-def rounds_report(**parts: Any) -> dict[str, str]:
-    """Return the rows of a report of rounds by their titles."""
-    rounds = {name.replace("_", "-"): figures for name, figures in parts.items()}
-    report = {"command": "python scripts/bench.py", "machine": describe_machine(), "rounds": rounds}
-    rows = [line for line in format_report(report, list(rounds)).splitlines() if line.startswith("|")]
-    return {row.split("|")[1].strip(): row for row in rows}
-
-
-def cells(row: str) -> list[str]:
-    return [cell.strip() for cell in row.strip("|").split("|")][1:]
-
-
-def test_losses_stand_beside_the_synchronous_ones_of_as_many_groups() -> None:
-    """A case that is missing is a dash, and so is a ratio without what it is to."""
-    done = {case.name: {"loss": 5.0, "bytes_per_step": 24.7e6} for case in CASES if case.num_groups == 2}
-    done[Case(2, 30, 0.7).name] = {"loss": 5.1, "bytes_per_step": 24.7e6 / 30}
-    done[Case(4, 30, 0.7).name] = {"loss": 5.1, "bytes_per_step": 1e6}
-    rows = rounds_report(rounds_loss=done)
-    assert cells(rows["synchronous"]) == ["5.0000", "+0.00 %", "24.7", "-", "-", "-"]
-    assert cells(rows["rounds of 30, outer LR 0.7"]) == ["5.1000", "+2.00 %", "0.823", "5.1000", "-", "1"]
-    assert "synchronous, seed 43" in rows
-    assert len(rows) == 2 + 1 + 6 + 1
-
-
-def test_links_are_compared_at_each_rate() -> None:
-    def mode(*speeds: float) -> dict[str, Any]:
-        rates = [{"tokens_per_second": speed, "bytes_per_exchange": 24.7e6, "load": 2.0} for speed in speeds]
-        return {"rates": rates}
-
-    done = {"paced": {"1000": 998.7, "100": 100.1, "10": 10.04}}
-    done |= {MODES[0].name: mode(1000.0, 900.0, 200.0, 25.0), MODES[1].name: mode(1100.0, 1100.0, 1000.0, 250.0)}
-    rows = rounds_report(rounds_links=done)
-    assert cells(rows["tokens/s, 2 groups"]) == ["synchronous", "rounds of 10"]
-    assert cells(rows["not throttled"]) == ["1,000", "1,100 (1.1x)"]
-    assert cells(rows["10 Mbit/s (measured 10.04)"]) == ["25", "250 (10x)"]
-    assert cells(rows["MB per step and group, by TCP's counter"]) == ["24.7", "2.47"]
-    assert cells(rows["load of the machine"]) == ["2.0 to 2.0"] * 2
-
-
-def test_the_two_dilocos_stand_side_by_side() -> None:
-    whole: dict[str, Any] = {"loss": 5.0, "rounds_committed": 30, "rounds_failed": 0, "steps_made": 600.0}
-    whole |= {"steps_thrown_away": 0.0, "rounds_mixed": 0, "digests": "equal (step 30)", "crashes": 0}
-    whole |= {"groups_finished": 2, "kills": 0, "seconds": 99.6, "ended": None}
-    broken = {**whole, "loss": None, "groups_finished": 0, "kills": 2, "ended": "did not finish within 600 s"}
-    rows = rounds_report(rounds_diloco={"ours-kills0": whole, "peer-kills2": broken})
-    assert cells(rows["DiLoCo, 2 groups x 2 ranks, 20 rounds of 10 steps"]) == [
-        "titan_ft, no SIGKILLs",
-        "torchtitan's own, 2 SIGKILLs",
-    ]
-    assert cells(rows["the survivor's loss at the end"]) == ["5.0000", "-"]
-    assert cells(rows["groups that finished"]) == ["2 of 2", "0 of 2"]
-    assert cells(rows["ended early"]) == ["no", "did not finish within 600 s"]
-
-
-def test_a_markdown_table_is_aligned() -> None:
-    assert markdown([["a", "bb"], ["ccc", "d"]]) == ["| a   | bb |", "| --- | -- |", "| ccc | d  |"]

@@ -10,13 +10,11 @@ import json
 import math
 import random
 import re
-import runpy
 import shutil
 import subprocess
 import sys
 from functools import cache
 from html.parser import HTMLParser
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -28,7 +26,7 @@ from titan_ft.faults.catalogue import FAULTS
 from titan_ft.history import intervals
 from titan_ft.history.check import check
 from titan_ft.history.goodput import goodput
-from titan_ft.history.incidents import Incident, find_failures, find_incidents
+from titan_ft.history.incidents import Incident, find_failures
 from titan_ft.history.notes import find_notes
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report import charts
@@ -46,7 +44,6 @@ from titan_ft.history.report.page import write_report
 from titan_ft.history.report.phases import Phase, find_phases
 from titan_ft.history.report.style import DETAILS, GLYPHS, OTHER, STATES, category
 from titan_ft.history.report.thinning import MAX_BOXES, thin_rows
-from titan_ft.history.report.words import duration
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event, StepCommitted
@@ -362,12 +359,6 @@ def test_page_needs_nothing_from_elsewhere(campaign_page: Reader, campaign_folde
     assert len(nonce) >= 16
 
 
-def test_no_other_system_on_a_users_page(campaign_page: Reader) -> None:
-    """A run's page is about the run; how other systems do stands in docs/benchmarks.md."""
-    for word in ("82.3", "30.2", "44 →", "10 → 3", "FT-HSDP", "ublished", "lossy"):
-        assert word not in campaign_page.text
-
-
 def test_charts_tell_the_records_numbers(short_campaign: list[Event]) -> None:
     """What is drawn is what the record has: losses, faults, each group's time, the counts of steps."""
     record = RunRecord(short_campaign)
@@ -417,19 +408,6 @@ def test_plotly_accepts_every_figure(short_campaign: list[Event]) -> None:
         if chart.x.kind == "clock":  # a number of two or four digits would be a year
             numbers = [x for trace in drawn["data"] for x in [*trace["x"], *trace.get("base", [])]]
             assert not [x for x in numbers if float(x).is_integer() and len(str(int(x))) in (2, 4)]
-
-
-def test_the_readmes_picture_shows_a_failure(short_campaign: list[Event]) -> None:
-    """docs/images/screenshots.py draws the page's chart around the first group that ended, with the job's commits."""
-    script = Path(__file__).parents[2] / "docs/images/screenshots.py"
-    record = RunRecord(short_campaign)
-    chart = runpy.run_path(str(script))["chart_failure"](record)
-    failure = next(each for each in find_incidents(record) if each.ended and each.replicas)
-    begin, end = chart.x.bounds
-    assert begin < failure.time - record.begin < end
-    commits = {e.step: e.time - record.begin for e in record.commits}.values()
-    assert layer_of(chart, Rules).x == [time for time in commits if begin <= time <= end]
-    assert "lost" in {layer.state for layer in chart.layers if isinstance(layer, Boxes)}
 
 
 def test_promise_that_does_not_hold_is_named(short_campaign: list[Event], tmp_path: Path) -> None:
@@ -595,26 +573,6 @@ def test_ranks_that_differ_have_a_table(tmp_path: Path) -> None:
     assert "group 1, rank 0 here 0.44 2.00 3.0 GiB 1.00 group 2, rank 0 here 0.22 1.00 6.0 GiB 2.00" in table
 
 
-def test_hosts_have_a_table(short_campaign: list[Event], tmp_path: Path) -> None:
-    """Groups, starts, deaths and how often it was left, once there is more than one host or a death."""
-    assert "Hosts" not in read_page(short_campaign, tmp_path / "calm").headings
-    events = copy.deepcopy(short_campaign)
-    starts = [event for event in events if event.name == "worker_started"]
-    for event in starts:
-        event.host = f"node-{event.replica % 2}.cluster"
-    ends = [event for event in events if event.name == "worker_exited" and not event.stopped]
-    for event in ends:
-        event.host = f"node-{event.replica % 2}"
-    end = ends[-1]
-    left = build(named("host_left"), time=end.time, replica=end.replica, host=end.host, deaths=2, reason="")
-    page = read_page(sorted([*events, left], key=lambda event: event.time), tmp_path / "hosts")
-    assert "Host Groups Starts Deaths Left" in page.text
-    for place in (0, 1):
-        num_starts, num_ends = (sum(e.replica % 2 == place for e in each) for each in (starts, ends))
-        was_left = int(left.host == f"node-{place}")
-        assert f"node-{place} {place}, {place + 2} {num_starts} {num_ends} {was_left}" in page.text
-
-
 def test_state_served_is_shown(tmp_path: Path) -> None:
     """Who served whom: the ranks of one transfer together, on the page, in the JSON and on the terminal."""
     job = Job(3)
@@ -639,23 +597,6 @@ def test_state_served_is_shown(tmp_path: Path) -> None:
         "serve_seconds": 4.5,
     }
     assert "1 time, 2.0 MiB; copied in 1.25 s" in text_of(summary_table(summarize(record)))
-
-
-def test_rounds_are_shown(run_builder: Any, tmp_path: Path) -> None:
-    """A line tells what a round is, a table who made fewer steps; the words beside it speak of rounds."""
-    run = run_builder(semi_sync_method="diloco", sync_steps=10)
-    for event in run.named("step_committed", step=22, replica=2):
-        event.inner_steps = 8
-    page = read_page(run.events, tmp_path)
-    assert (
-        "Committed: 31, of 10 steps each (diloco); 158 to 310 steps of a group; not all of them in 17 rounds"
-        in page.text
-    )
-    assert "22 220 0:22 group 2: 8 of 10" in page.text
-    assert "31 rounds of 10 steps (diloco) by one each" in page.text
-    assert "at round 1 (step 10)" in page.text
-    whole = read_page(campaign(minutes=1), tmp_path / "steps")
-    assert "of 10 steps each" not in whole.text
 
 
 QUICK = ("nothing", "one group without failures", "the end")  # the others are as quick, but there are many
@@ -818,70 +759,6 @@ def test_every_state_and_fault_has_its_look() -> None:
     assert all(look.meaning.endswith(".") for look in STATES.values())
     assert {category(kind)[1] for kind in FAULTS} <= GLYPHS.keys()
     assert {kind for kind in FAULTS if category(kind) == OTHER} == set()
-    names = {
-        "SIGKILL": "process killed",
-        "sigkill_group": "process killed",
-        "exit code 1": "error raised",
-        "torch.OutOfMemoryError: boom": "error raised",
-        "gaierror: [Errno -2] Name or service not known": "error raised",
-        "silent": "network",
-        "other digest": "wrong numbers",
-        "my fault": "other failure",
-    }
-    assert {kind: category(kind)[0] for kind in names} == names
-
-
-# What a colour-blind eye makes of linear RGB (Machado, Oliveira and Fernandes, 2009, severity 1.0).
-EYES = {
-    "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
-    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
-}
-
-
-def lab(colour: str, eye: str) -> tuple[float, float, float]:
-    """Return a colour's CIE L*a*b* (D65) as an eye sees it."""
-    channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    r, g, b = (min(1.0, max(0.0, sum(w * c for w, c in zip(row, linear, strict=True)))) for row in EYES[eye])
-    x, y, z = (
-        0.4124 * r + 0.3576 * g + 0.1805 * b,
-        0.2126 * r + 0.7152 * g + 0.0722 * b,
-        0.0193 * r + 0.1192 * g + 0.9505 * b,
-    )
-    fx, fy, fz = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x / 0.95047, y, z / 1.08883))
-    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
-
-
-@pytest.mark.parametrize("eye", EYES)
-def test_colours_of_the_states_are_far_apart(eye: str) -> None:
-    """Whoever confuses red and green, or blue and yellow, still tells the states apart."""
-    looks = [STATES[name] for name in ("training", "waiting", "recovering", "starting", "lost")]
-    near = {
-        (one.label, other.label): round(math.dist(lab(one.colour, eye), lab(other.colour, eye)))
-        for one, other in combinations(looks, 2)
-    }
-    assert min(near.values()) >= 25, near
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (None, "unknown"),
-        (0.0, "0.00 s"),
-        (0.0213, "21 ms"),
-        (0.0996, "0.10 s"),
-        (9.996, "10.0 s"),
-        (59.94, "59.9 s"),
-        (119.6, "2 min"),
-        (1200.8, "20 min 1 s"),
-        (3600 * 5 + 61, "5 h 1 min"),
-    ],
-)
-def test_duration(seconds: float | None, text: str) -> None:
-    """A duration has its unit and the digits that mean something."""
-    assert duration(seconds) == text
 
 
 def test_import_is_light() -> None:

@@ -320,30 +320,6 @@ def test_differing_step_digests_are_named() -> None:
     assert "differ at 1 step, first 20" in format_summary(summary)
 
 
-def test_text_is_short_and_aligned() -> None:
-    """The text has one aligned line per figure and names the failure's cost; 20 kills still fit in 24 lines."""
-    text = format_summary(summarize(killed_run()))
-    assert "2 x 2 ranks" in text
-    assert "13 attempted, 12 committed" in text
-    assert "SIGKILL, survivors stalled 0.50 s, contributing again after 1.50 s" in text
-    assert "healed from group 0: 2.0 MiB in 0.40 s" in text
-    outcome, empty, *lines = text.splitlines()
-    assert (outcome, empty) == ("\u2713 Finished at step 12", "")
-    column = lines[0].index("2 x 2")
-    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in lines)
-    events = [event("worker_exited", float(k), 1, None, k, signal="SIGKILL") for k in range(20)]
-    many = format_summary(summarize(events))
-    assert "15 more" in many
-    assert len(many.splitlines()) <= 24
-
-
-def test_to_dict_is_json() -> None:
-    """The figures are plain JSON values, nested failures and heals included."""
-    figures = json.loads(json.dumps(summarize(killed_run()).to_dict(), allow_nan=False))
-    assert figures["failures"][0]["heal"]["donor"] == 0
-    assert figures["losses"][0] == {"step": 1, "loss": 7.9}
-
-
 def test_drained_group_did_not_fail() -> None:
     """A group that left in order is shown as drained with what that cost the others, whatever ended its last ranks."""
     events = [commit(float(step), step, 0, seconds=1.0) for step in range(1, 4)]

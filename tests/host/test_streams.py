@@ -47,19 +47,19 @@ def upstream() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two files of 30 and 12 texts as JSON lines, and the same as Parquet with several row groups each."""
+    """Two files of 16 and 6 texts as JSON lines, and the same as Parquet with several row groups each."""
     datasets.disable_progress_bars()
     folder = tmp_path_factory.mktemp("texts")
-    for number, length in enumerate((30, 12)):
+    for number, length in enumerate((16, 6)):
         texts = Dataset.from_dict({"text": [f"{number}.{each}" for each in range(length)]})
         texts.to_json(str(folder / f"{number}.jsonl"))
-        texts.to_parquet(str(folder / f"{number}.parquet"), batch_size=7)
+        texts.to_parquet(str(folder / f"{number}.parquet"), batch_size=5)
     return folder
 
 
 def generate(files: list[int]) -> Iterator[dict[str, str]]:
     for file in files:
-        for number in range(7):
+        for number in range(4):
             yield {"text": f"g{file}.{number}"}
 
 
@@ -109,7 +109,7 @@ class Pipelines:
         if kind == "generated":
             return IterableDataset.from_generator(generate, gen_kwargs={"files": list(range(6))})
         if kind == "memory":
-            return Dataset.from_dict({"text": [f"m{each}" for each in range(41)]}).to_iterable_dataset(num_shards=4)
+            return Dataset.from_dict({"text": [f"m{each}" for each in range(21)]}).to_iterable_dataset(num_shards=4)
         pattern = {"json": "*.jsonl", "one file": "0.jsonl", "parquet": "*.parquet"}[kind]
         loader = "parquet" if kind == "parquet" else "json"
         return load_dataset(loader, data_files=str(self.folder / pattern), split="train", streaming=True)
@@ -212,7 +212,7 @@ PIPELINES: dict[str, Callable[[Pipelines], IterableDataset]] = {
     "shuffled, in batches": lambda build: (
         build.source("generated").shuffle(seed=1, buffer_size=5).map(double, batched=True, batch_size=3)
     ),
-    "shuffled, cut": lambda build: build.source("json").shuffle(seed=1, buffer_size=5).take(30),
+    "shuffled, cut": lambda build: build.source("json").shuffle(seed=1, buffer_size=5).take(15),
     "mixed": lambda build: interleave_datasets(
         [build.source("json").shuffle(seed=1, buffer_size=4), build.source("parquet")], probabilities=[0.7, 0.3], seed=3
     ),

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
+from socketserver import BaseServer
 from typing import Any
 
 import pytest
@@ -29,6 +31,12 @@ from titan_ft.run.paths import RunPaths
 
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Series = tuple[str, tuple[tuple[str, str], ...]]
+
+
+@pytest.fixture(autouse=True)
+def _servers_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own server looks twice a second whether it is to end."""
+    monkeypatch.setattr(BaseServer, "serve_forever", partialmethod(BaseServer.serve_forever, 0.01))
 
 
 @pytest.fixture
@@ -90,24 +98,6 @@ def test_step_of_all_groups_is_one_step(server: MetricsServer) -> None:
     assert value(found, "grad_norm") == 0.75
     assert value(found, "learning_rate") == 1e-3
     assert value(found, "participants") == 4
-
-
-def test_repeated_exchanges(server: MetricsServer) -> None:
-    """A step counts the exchanges of the group that needed most; those beyond one failed."""
-    for replica, exchanges in ((0, 1), (1, 3), (2, 2)):
-        server.observe(step(1, replica, exchanges=exchanges))
-    server.observe(step(2))
-    found = scrape(server)
-    assert (value(found, "exchanges_total"), value(found, "exchanges_failed_total")) == (4, 2)
-    assert value(found, "steps_committed_total") == 2
-
-
-def test_step_number_that_comes_again(server: MetricsServer) -> None:
-    """After the loss of all newer states a step is committed anew: another step, by its lineage."""
-    for lineage in ("aa", "bb"):
-        for replica in (0, 1):
-            server.observe(step(5, replica, lineage=lineage))
-    assert value(scrape(server), "steps_committed_total") == 2
 
 
 def test_before_the_first_step(server: MetricsServer) -> None:

@@ -15,17 +15,15 @@ from titan_ft.live.group_table import group_table
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status_view import PlainView
 from titan_ft.run.events import (
-    NOT_BEGUN,
-    ChaosFinished,
-    ChaosStarted,
+    Event,
     EventsDropped,
     GroupBack,
     GroupLost,
     LaunchStarted,
-    LighthouseRestarted,
     ReplicaRestarted,
     SpareTookOver,
     WorkerStarted,
+    kinds,
 )
 
 
@@ -116,62 +114,14 @@ def test_group_given_up() -> None:
     assert status.fold(after, event("worker_exited", code=1))[0].state == "failed"
 
 
-def test_lines_of_single_events() -> None:
-    """Each event worth knowing is one plain line."""
-    groups = status.initial(3)
-    for replica in (1, 2):
-        groups = status.fold(groups, step(7, replica))
-    cases = [
-        (
-            event("waiting", 1, step=7, reason="1 group(s) have a gradient, 2 needed"),
-            "group 1 waits after step 7: 1 ",
-        ),
-        (event("straggler", 1, slot=2, factor=2.25, step=7), "group 2 is slow: 2.2 times the others' step time"),
-        (event("straggler_recovered", 1, slot=2, factor=1.0), "group 2 is as fast as the others again"),
-        (
-            event("rank_silent", 2, rank=0, ranks=[1, 3]),
-            "group 2: ranks 1, 3 are silent, so that the group ends",
-        ),
-        (event("hung", 2, rank=3), "group 2 hangs: rank 3 made no progress"),
-        (event("foreign_member", 1, member="j/4", reason="another job"), "group 1 leaves j/4 aside (another job)"),
-        (event("checkpoint_saved", 2, step=50, seconds=1.25), "group 2 saved the checkpoint of step 50 in 1.2 s"),
-        (
-            event("saving_before_leaving", 2, step=51, seconds_left=20.0, longest_seconds=19.9),
-            "group 2 saves the checkpoint of step 51 before it leaves",
-        ),
-        (
-            event("saving_before_leaving", 2, step=51, seconds_left=20.0, longest_seconds=30.0),
-            "group 2 saves the checkpoint of step 51 before it leaves (20.0 s are left, and a save took 30.0 s; "
-            "raise fault_tolerance.drain_timeout_seconds",
-        ),
-        (event("data_reset", 2, reason="no position"), "group 2 starts its data anew (no position)"),
-        (
-            event("catch_up_waiting", 2, step=9),
-            "group 2 lets the others wait until it has step 9",
-        ),
-        (event("drained", 2, step=9, reason="SIGTERM"), "group 2 left after step 9 (SIGTERM)"),
-        (event("drained", 2, step=34, reason=NOT_BEGUN), "group 2 left before it had begun to train"),
-        (event("heal_failed", 2, donor=1, error="E: gone\nmore"), "group 2 got no state from group 1: E: gone"),
-        (event("rolled_back", 1, step=7, lost=2), "group 1 goes on from step 7: steps lost with their groups: 2"),
-        (
-            event("checkpoint_failed", 2, step=8, error="full"),
-            "group 2 could not save the checkpoint of step 8: full",
-        ),
-        (
-            event("checkpoint_failed", 2, step=8, error="full", latest=5),
-            "group 2 could not save the checkpoint of step 8: full; the latest is that of step 5",
-        ),
-        (event("gradient_excluded", 1, step=8, slots=[0, 2]), "step 8 goes without group 0, 2: gradient not finite"),
-        (
-            build(LighthouseRestarted, reason="the lighthouse ended", seconds=0.25),
-            "the lighthouse ended; it is back at the same address after 0.25 s",
-        ),
-    ]
-    for each, line in cases:
-        told = status.describe(groups, status.fold(groups, each), each)
-        assert told is not None
-        assert told.startswith(line)
-        assert "\n" not in told
+@pytest.mark.parametrize("kind", list(kinds()), ids=lambda kind: kind.__name__)
+def test_every_event_has_a_line_or_none(kind: type[Event]) -> None:
+    """A person gets one line of it at most."""
+    groups = status.fold(status.initial(3), step(7, 1))
+    fields = {"replica": 1, "error": "E: gone", "reason": "full", "slots": [0, 2], "ranks": [1]}
+    told = build(kind, **{name: text for name, text in fields.items() if name in kind.__struct_fields__})
+    line = status.describe(groups, status.fold(groups, told), told)
+    assert line is None or (line and "\n" not in line)
 
 
 @pytest.mark.parametrize("name", ["straggler", "digest_mismatch", "gradient_excluded", "rolled_back", "waiting"])
@@ -228,15 +178,6 @@ def test_fault_of_a_whole_group_is_told_once(fault: str) -> None:
     assert [status.describe(groups, groups, each) for each in whole] == [None, f"fault: {fault} on group 2"]
     single = chaos("fault_injected", "segfault", {"replica": 2, "rank": 1}, replica=2, rank=1, attempt=0)
     assert status.describe(groups, groups, single) == "fault: segfault on group 2, rank 1"
-
-
-def test_chaos_is_told() -> None:
-    """Plan, seed and schedule at its start, the count at its end."""
-    groups = status.initial(1)
-    begins = build(ChaosStarted, plan="a.toml", seed=7, schedule="every 15 s")
-    ends = build(ChaosFinished, injected=3, skipped=1)
-    assert status.describe(groups, groups, begins) == "chaos begins: a.toml, seed 7: every 15 s"
-    assert status.describe(groups, groups, ends) == "chaos ends: faults injected: 3, skipped: 1"
 
 
 def test_own_part_of_a_step() -> None:
@@ -349,11 +290,6 @@ def test_plain_view_shows_the_last_step(capsys: pytest.CaptureFixture[str], end:
         "step 1  loss 2.50000  groups 2/2  restarts 0",
         "step 3  loss 2.50000  groups 2/2  restarts 0  tokens/s 50",
     ]
-
-
-def test_table_has_a_row_per_group() -> None:
-    """On a terminal, each group has a row."""
-    assert group_table(status.fold(status.initial(3), step(1)), 1.0, width=80).row_count == 3
 
 
 def test_the_exception_is_told_once() -> None:

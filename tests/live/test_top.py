@@ -29,8 +29,6 @@ from rich.console import Console
 from tests.event_builder import build, like, named
 from titan_ft.config import ConfigError
 from titan_ft.history.attempts import InjectedFaults
-from titan_ft.history.terminal import clock
-from titan_ft.live.group_table import EXPLAINED
 from titan_ft.live.run_status import MAX_POINTS, CommittedSteps, LossCourse, RunStatus
 from titan_ft.live.top import FollowedRun, top
 from titan_ft.live.top_view import Screen, frame, sparkline
@@ -178,13 +176,6 @@ def test_hosts_leave_room_for_the_groups(height: int, rows: list[str]) -> None:
     assert len(lines) <= height
 
 
-def test_long_name_of_a_host_hides_no_figure() -> None:
-    """In a narrow terminal a part of the name goes."""
-    name = "ip-10-0-0-1-of-the-rack-in-the-second-room"
-    run = fold(event("worker_started", host=name), event("worker_exited", signal="SIGBUS", stopped=False, host=name))
-    assert hosts_table(shown(run, 48, now=5.0))[1] == [name[:16], "1", "1", "0", "0"]
-
-
 def test_figures_of_the_run() -> None:
     """The head tells where the run is and what befell it."""
     lines = shown(story(), 100, now=36.0)
@@ -228,19 +219,6 @@ def test_fits_any_terminal(size: tuple[int, int], replicas: int) -> None:
         lines = shown(run, *size, now=40.0, hint="q leaves")
         assert len(lines) <= size[1]
         assert max(map(len, lines)) <= size[0]
-
-
-def test_full_terminal_of_the_usual_size() -> None:
-    """At 80x24 the head, all of four groups, the worst host and what happened are there."""
-    lines = shown(story(), 80, 24, now=36.0)
-    assert lines[0].startswith("titan-ft top  /runs/a")
-    table = next(number for number, line in enumerate(lines) if line.startswith("group"))
-    assert [line.split()[0] for line in lines[table + 1 : table + 5]] == ["0", "1", "2", "3"]
-    assert len(lines) <= 24
-    happened = [line.text for line in story().lines]
-    told = " ".join(line[10:] for line in lines[table:])
-    assert all(text in told for text in happened[1:])  # each whole, over two lines where it takes them
-    assert [row[0] for row in hosts_table(lines)] == ["host", "node00", "and"]
 
 
 def test_group_in_trouble_is_never_left_out() -> None:
@@ -312,14 +290,6 @@ def test_ranks_are_shown_on_demand() -> None:
     assert any(line.startswith("and ") and line.endswith("more ranks, not behind these") for line in few)
 
 
-def test_columns_are_explained() -> None:
-    """Every column of the table, in place of what happened."""
-    text = shown(story(), 100, 60, now=36.0, help=True)
-    explained = {line[:12].strip() for line in text}
-    assert EXPLAINED.keys() <= explained
-    assert not any("SIGABRT" in line for line in text)
-
-
 def test_the_columns_are_explained_on_a_small_terminal_too() -> None:
     """Rows of groups make room: of two columns in three nothing was said on 24 lines."""
     text = shown(story(), 80, 24, now=36.0, help=True)
@@ -331,26 +301,6 @@ def test_the_columns_are_explained_on_a_small_terminal_too() -> None:
 def test_terminal_without_unicode() -> None:
     """Where the terminal knows ASCII only, nothing else is drawn."""
     assert "".join(shown(story(), 60, 24, ascii_only=True)).isascii()
-
-
-def test_loss_curve() -> None:
-    """The curve falls from the highest mark to the lowest; many values share a column; three rows are one chart."""
-    falling = [float(value) for value in range(80, 0, -1)]
-    assert sparkline(falling, 8) == ["█▇▆▅▄▃▂▁"]
-    assert sparkline(falling, 8, ascii_only=True) == ["@#*+=-:."]
-    assert sparkline([1.0, 1.0], 8) == ["▁▁"]
-    tall = sparkline(falling, 24, 3)
-    assert [line.strip()[-1:] for line in tall] == ["▁", "▁", "▁"]
-    assert all(len(line) == 24 for line in tall)
-    assert tall[2].startswith("█" * 16)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3723, "1:02:03"), (-5, "0:00")]
-)
-def test_duration(seconds: float, text: str) -> None:
-    """Minutes and seconds, hours where there are any; a clock that is behind counts as zero."""
-    assert clock(seconds) == text
 
 
 def test_rate_falls_when_no_step_comes() -> None:
