@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from titan_ft.chaos.inside import blackhole
-from titan_ft.chaos.inside.blackhole import Blackhole, all_but
+from titan_ft.chaos.inside.blackhole import Blackhole, all_but, connected_to
 
 pytestmark = pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 
@@ -97,9 +98,9 @@ def make_hole() -> Iterator[Callable[..., Blackhole]]:
         hole.lift()
 
 
-def answers(connection: socket.socket, text: bytes = b"x") -> bool:
+def answers(connection: socket.socket, text: bytes = b"x", within_seconds: float = DEADLINE) -> bool:
     """Say whether the other end's answer comes while one listens for it."""
-    connection.settimeout(SILENCE_SECONDS)
+    connection.settimeout(within_seconds)
     connection.sendall(text)
     try:
         return connection.recv(len(text)) == text
@@ -107,6 +108,11 @@ def answers(connection: socket.socket, text: bytes = b"x") -> bool:
         return False
     finally:
         connection.settimeout(DEADLINE)
+
+
+def is_silent(connection: socket.socket, text: bytes = b"x") -> bool:
+    """Say whether no answer comes."""
+    return not answers(connection, text, SILENCE_SECONDS)
 
 
 def filter_length(connection: socket.socket) -> int:
@@ -126,8 +132,8 @@ def test_a_dead_network_is_silent_and_loses_nothing(
         assert answers(connection)
         hole = make_hole(1.0)
         assert hole.extend() >= 1
-        assert not answers(connection, b"one")
-        assert not answers(connection, b"two")
+        assert is_silent(connection, b"one")
+        assert is_silent(connection, b"two")
         hole.lift()
         received = b""
         while len(received) < 6:
@@ -144,7 +150,7 @@ def test_its_own_kind_stays_connected(start_echo: Callable[..., Echo], make_hole
         hole.extend()
         assert answers(first)
         assert answers(second)
-        assert not answers(third)
+        assert is_silent(third)
         with sibling.connect() as late, store.connect() as later:
             hole.extend()
             assert answers(late)
@@ -172,7 +178,28 @@ def test_a_connection_made_meanwhile_is_taken_in(
     with echo.connect() as connection:
         assert answers(connection)
         hole.extend()
-        assert not answers(connection)
+        assert is_silent(connection)
+
+
+def test_a_connection_that_one_look_at_the_table_misses_is_taken_in(
+    start_echo: Callable[..., Echo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux passes over a connection, and here its listener too, while others close: the table is read again."""
+    echo = start_echo()
+    read_table, looks = blackhole._read_table, itertools.count()
+
+    def pass_over() -> Iterator[blackhole.Connection]:
+        look = next(looks)
+        for connection in read_table():
+            if look > 0 or echo.port not in (connection.local[1], connection.peer[1]):
+                yield connection
+
+    monkeypatch.setattr(blackhole, "_read_table", pass_over)
+    with echo.connect() as connection:
+        hole = Blackhole(1.0, lambda connections: connected_to([echo.pid], connections))
+        assert hole.extend() == 1
+        assert is_silent(connection)
+        hole.lift()
 
 
 def test_after_its_end_nothing_is_taken_in(
