@@ -18,8 +18,6 @@ from pathlib import Path
 from titan_ft.chaos.inside.blackhole import Blackhole
 from titan_ft.chaos.inside.link import Link, Location
 
-CONNECT_SECONDS = 0.3  # of waiting for what must not come
-ANSWER_SECONDS = 0.2
 DEADLINE = 20.0  # only ever reached by a bug
 
 
@@ -41,18 +39,18 @@ class Member:
         """Return the port that it listens at."""
         return int(self._listener.getsockname()[1])
 
-    def connect(self, name: str, port: int) -> bool:
-        """Connect to another process; return whether it answers, if only to say that it is there."""
+    def connect(self, name: str, port: int, seconds: float) -> bool:
+        """Connect to another process; return whether it answers in time, if only to say that it is there."""
         try:
-            self._connections[name] = socket.create_connection((self._address, port), CONNECT_SECONDS)
+            self._connections[name] = socket.create_connection((self._address, port), seconds)
         except TimeoutError:
             return False
-        return self.ask(name, "hello")
+        return self.ask(name, "hello", seconds)
 
-    def ask(self, name: str, text: str) -> bool:
-        """Send a text and return whether it comes back."""
+    def ask(self, name: str, text: str, seconds: float) -> bool:
+        """Send a text and return whether it comes back in time."""
         self._connections[name].sendall(text.encode())
-        return self._receive(name, len(text), ANSWER_SECONDS) == text
+        return self._receive(name, len(text), seconds) == text
 
     def receive(self, name: str, length: int) -> str:
         """Return what comes."""
