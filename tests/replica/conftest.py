@@ -253,13 +253,13 @@ class Seats:
 
     def take(self, slot: int, *, rank: int = 0, world_size: int = 1, **options: Any) -> Membership:
         """Take the seat of one rank. Those of a group come at the same time: see `take_group`."""
-        from torchft.process_group import ProcessGroupGloo
+        from titan_ft.membership.process_group import build_process_group
 
         if rank == 0 and "store" not in options:
             self.open_store(slot)
         config = options.pop("config", None) or self.config(slot)
         arguments: dict[str, Any] = {
-            "process_group": ProcessGroupGloo(timeout=timedelta(milliseconds=config.process_group_timeout_ms)),
+            "process_group": build_process_group("gloo", timedelta(milliseconds=config.process_group_timeout_ms)),
             "lighthouse": self.lighthouse,
             "host": "127.0.0.1",
             "group_rank": rank,

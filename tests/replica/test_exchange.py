@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchft.process_group import ProcessGroupGloo
 
 from benchmarks.links import pace
 from benchmarks.member_facts import MemberFacts, exchange_with
@@ -28,7 +27,7 @@ from titan_ft.gradients.exchange import GradientExchange, Reduced
 from titan_ft.gradients.flight import ExchangeError
 from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
-from titan_ft.membership.process_group import BreakableGloo
+from titan_ft.membership.process_group import BreakableGloo, build_process_group
 from titan_ft.protocol.errors import LighthouseError
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.run.process import borrowed_socket
@@ -59,7 +58,7 @@ class Seat:
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout = timedelta(seconds=timeout_seconds)
-        self.process_group = ProcessGroupGloo(timeout=self.timeout)
+        self.process_group = build_process_group("gloo", self.timeout)
         self.quorum: Future[Quorum] = Future()
         self.num_aborts = 0
 
@@ -1455,6 +1454,16 @@ def test_an_abort_by_another_rank_is_a_broken_exchange(ring: Ring) -> None:
     rank.backward(seed=1)
     with pytest.raises(ExchangeError, match="another rank of this group"):
         rank.finish()
+
+
+def test_a_defect_is_no_broken_exchange(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An assert that fails on the exchange's thread ends the run: to repeat the exchange would hide it."""
+    rank = ring.rank()
+    ring.meet(rank)
+    monkeypatch.setattr(rank.exchange._buckets[0], "add_up", lambda: rank.exchange._buckets[0].apply())
+    with pytest.raises(AssertionError, match="an update is made of a bucket that is FULL"):
+        rank.finish()
+    assert rank.seat.num_aborts == 0
 
 
 def test_a_broken_number_of_givers_is_no_number(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:

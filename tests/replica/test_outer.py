@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torchft.process_group import ProcessGroupGloo
 
 from benchmarks.member_facts import exchange_with
 from titan_ft.config import FaultTolerance
 from titan_ft.engine.outer import OuterModel, OuterState, _num_copies, join_norm, set_lr
 from titan_ft.gradients.exchange import GradientExchange, Reduced
+from titan_ft.membership.process_group import build_process_group
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.round_settings import OuterOptimizer, outer_optimizer
 
@@ -184,7 +184,7 @@ class Seat:
 
     def __init__(self, store: str, rank: int, members: int) -> None:
         self.timeout = timedelta(seconds=DEADLINE)
-        self.process_group = ProcessGroupGloo(timeout=self.timeout)
+        self.process_group = build_process_group("gloo", self.timeout)
         self.process_group.configure(store, f"m{rank}", rank, members)
         everybody = tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(members))
         self._quorum = Quorum("1/test", rank, everybody, max_step=0)

@@ -266,7 +266,7 @@ class ProcessGroup:
     def _begin(self, given: np.ndarray, target: np.ndarray, options: Any, kind: str) -> Work:
         self._kernel.pause()
         if self._ring is None:
-            raise AssertionError("the process group was aborted")
+            raise RuntimeError("aborted: another rank of this group lost a peer")
         number, self._number = self._number, self._number + 1
         ring, what = self._ring, (kind, given.shape, given.dtype)
         operation = ring.operations.get(number)

@@ -125,6 +125,7 @@ class Flight:
 
         Raises:
             ExchangeError: the exchange broke.
+            AssertionError: the exchange has a defect.
             Exception: there was no quorum; the error is that of the membership.
         """
         self._full.put(None)
@@ -174,9 +175,10 @@ class Flight:
                     if not self.left:
                         self._queued = device.record_event() if self._where.type != "cpu" else None
         except Exception as error:  # noqa: BLE001  # thread edge: finish() raises it on the training thread
-            # Without a quorum nothing was exchanged: the error is that of the membership, and ends the run.
-            known = isinstance(error, ExchangeError) or self._operations.quorum is None
-            self._error = error if known else _broken(error)
+            # Without a quorum nothing was exchanged: the error is that of the membership, and ends the run. An assert
+            # is a defect, such as a bucket in the wrong state: a repetition would hide it.
+            is_final = self._operations.quorum is None or isinstance(error, (ExchangeError, AssertionError))
+            self._error = error if is_final else ExchangeError(first_line(error))
 
     def _sum_and_gather(self, quorum: Quorum) -> None:
         """Sum the buckets as they become full, then gather the rows."""
@@ -267,9 +269,3 @@ class Flight:
             [not math.isfinite(row[-1]) for row in rows],
             [weights_of.get(id(bucket)) for bucket in self._buckets],
         )
-
-
-def _broken(error: Exception) -> ExchangeError:
-    if isinstance(error, AssertionError):  # torchft's way to say that the process group was aborted
-        return ExchangeError("aborted: another rank of this group lost a peer")
-    return ExchangeError(first_line(error))

@@ -33,7 +33,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
-from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, create_store_client
+from torchft.process_group import (
+    ProcessGroup,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    ProcessGroupWrapper,
+    create_store_client,
+)
 
 from titan_ft import device
 from titan_ft.membership.collectives import all_reduce
@@ -95,7 +101,21 @@ class _Operation:
                     raise RuntimeError("a connection to another member is closed, and nothing comes by others")
 
 
-class BreakableGloo(ProcessGroupGloo):
+class _Abortable(ProcessGroupWrapper):
+    @property
+    def parent(self) -> dist.ProcessGroup:
+        """Return torch's process group.
+
+        Raises:
+            RuntimeError: it was aborted. torchft's own property asserts instead: the exchange could not distinguish an
+                abort, after which it is repeated, from a defect, which must end the worker.
+        """
+        if self._pg is None:
+            raise RuntimeError("aborted: another rank of this group lost a peer")
+        return self._pg
+
+
+class BreakableGloo(_Abortable, ProcessGroupGloo):
     """A reconfigurable Gloo process group whose `abort` ends operations that wait for a peer, and waits for none.
 
     Args:
@@ -208,7 +228,7 @@ class _Communicator:
             aborted.set()
 
 
-class AbortableNccl(ProcessGroupNCCL):
+class AbortableNccl(_Abortable, ProcessGroupNCCL):
     """A reconfigurable NCCL process group: every wait for a lost peer ends in time.
 
     `deadline` limits a whole exchange. A single operation has no timeout, neither here nor in torch.
