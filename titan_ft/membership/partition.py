@@ -228,6 +228,10 @@ class Partition:
         There is no vote to leave after, and the time that leaving may take (`drain_timeout_seconds`) can be shorter
         than a look at links that lose everything: the rank would end without having left in order, and its siblings
         would wait for what it has found.
+
+        One rank's word is enough, because rank 0 decides for the group, and the word only ends the look early.
+        `Drain.stops_waiting` needs the words of all ranks, because nobody decides there: the round that it waits for
+        reaches each rank at a time of its own.
         """
 
         def look() -> list[str]:
