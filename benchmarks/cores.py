@@ -29,7 +29,7 @@ def split_cores(cores: Collection[int], num_groups: int) -> list[set[int]]:
 
 
 def pin_groups(run: Run, events: Sequence[Event]) -> None:
-    """Pin each group of a launch to its cores: its supervisor and all that this has started, or will start.
+    """Pin each group of a launch to its cores: its agent and all that this has started, or will start.
 
     Raises:
         BenchError: this is not Linux, the cores are too few, or a group has no process.
@@ -37,14 +37,14 @@ def pin_groups(run: Run, events: Sequence[Event]) -> None:
     if not hasattr(os, "sched_setaffinity"):
         raise BenchError("recovery is measured with pinned groups, which needs Linux")
     for replica, share in enumerate(split_cores(os.sched_getaffinity(0), run.job.num_groups)):
-        supervisor = supervisor_of(latest_workers(events, replica))
-        for pid in (supervisor, *children(supervisor)):  # in this order: what it starts meanwhile inherits its cores
+        agent = agent_of(latest_workers(events, replica))
+        for pid in (agent, *children(agent)):  # in this order: what it starts meanwhile inherits its cores
             for thread in Path(f"/proc/{pid}/task").glob("*"):
                 with contextlib.suppress(ProcessLookupError):  # the thread ended meanwhile
                     os.sched_setaffinity(int(thread.name), share)
 
 
-def supervisor_of(workers: Sequence[int]) -> int:
+def agent_of(workers: Sequence[int]) -> int:
     """Return the process that started a group's workers.
 
     Raises:

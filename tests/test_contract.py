@@ -370,7 +370,7 @@ def test_torch_merges_files_of_hugging_faces_format_between_collectives() -> Non
 
 
 def test_launch_seams_of_torch_elastic() -> None:
-    """Workers meet at the supervisor's store because of a variable that torchrun's agent sets."""
+    """Workers meet at the agent's store because of a variable that torchrun's agent sets."""
     assert "TORCHELASTIC_USE_AGENT_STORE" in inspect.getsource(dist.rendezvous.__globals__["_create_c10d_store"]) or (
         "TORCHELASTIC_USE_AGENT_STORE" in inspect.getsource(inspect.getmodule(dist.rendezvous))
     )

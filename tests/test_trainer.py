@@ -193,7 +193,7 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_a_hang_is_told_to_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_is_told_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the reason of the end: three hangs in a row are a crash loop, whose line names them."""
     path = tmp_path / "rank-0.error.json"
     monkeypatch.setenv(FILE_ENV, str(path))

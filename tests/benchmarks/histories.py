@@ -23,7 +23,7 @@ def commits(times: Iterable[float], replica: int = 0, first_step: int = 1, **fie
 
 
 def killed(time: float, attempt: int = 0, shot: int = 0, exited: float | None = None) -> list[Event]:
-    """A SIGKILL of group 1, and its supervisor's word."""
+    """A SIGKILL of group 1, and its agent's word."""
     end: dict[str, Any] = {"signal": "SIGKILL", "replica": 1, "attempt": attempt}
     return [
         build(FaultInjected, time=time, fault="sigkill_group", target=Target(1), shot=shot),

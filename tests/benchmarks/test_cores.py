@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cores import children, pin_groups, split_cores, supervisor_of
+from benchmarks.cores import agent_of, children, pin_groups, split_cores
 from benchmarks.run import BenchError, Run
 from benchmarks.systems import OURS, Job
 from tests.benchmarks.histories import started
@@ -49,12 +49,12 @@ def start() -> Iterator[Callable[..., int]]:
 def test_children_and_parents_are_found(start: Callable[..., int]) -> None:
     pid = start(SLEEP)
     assert pid in children(os.getpid())
-    assert supervisor_of([2**22 + 1, pid]) == os.getpid()
+    assert agent_of([2**22 + 1, pid]) == os.getpid()
     with pytest.raises(BenchError, match="has no process"):
-        supervisor_of([2**22 + 1])
+        agent_of([2**22 + 1])
 
 
-SUPERVISOR = """
+AGENT = """
 import subprocess, sys
 command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 workers = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(2)]
@@ -66,24 +66,24 @@ sys.stdin.read()
 @needs_proc
 @pytest.mark.skipif(os.cpu_count() == 1, reason="needs a core for each of two groups")
 def test_groups_are_pinned_to_different_cores(starts: Callable[..., None], tmp_path: Path) -> None:
-    """All workers and their supervisors, whichever of the workers tell where they run."""
+    """All workers and their agents, whichever of the workers tell where they run."""
     starts("import signal; signal.pause()")
     pipe = subprocess.PIPE
-    supervisors = [subprocess.Popen([sys.executable, "-c", SUPERVISOR], stdin=pipe, stdout=pipe) for _ in range(2)]
+    agents = [subprocess.Popen([sys.executable, "-c", AGENT], stdin=pipe, stdout=pipe) for _ in range(2)]
     try:
         workers = []
-        for supervisor in supervisors:
-            assert supervisor.stdout is not None
-            workers.append([int(pid) for pid in supervisor.stdout.readline().split()])
+        for agent in agents:
+            assert agent.stdout is not None
+            workers.append([int(pid) for pid in agent.stdout.readline().split()])
         with Run(Job(OURS, tmp_path / "run"), {}) as run:
             pin_groups(run, [started(0.0, replica, pid=pids[0]) for replica, pids in enumerate(workers)])
         shares = split_cores(os.sched_getaffinity(0), 2)
-        for supervisor, pids, share in zip(supervisors, workers, shares, strict=True):
-            assert [os.sched_getaffinity(pid) for pid in (supervisor.pid, *pids)] == [share] * 3
+        for agent, pids, share in zip(agents, workers, shares, strict=True):
+            assert [os.sched_getaffinity(pid) for pid in (agent.pid, *pids)] == [share] * 3
     finally:
-        for supervisor in supervisors:
-            supervisor.kill()
-            supervisor.communicate()
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
 
 
 def test_a_launch_without_workers_cannot_be_pinned(starts: Callable[..., None], tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ class Harness:
         self.event("worker_exited", replica=replica, rank=rank, attempt=attempt, worker_pid=pid, **how)
 
     def restart(self, replica: int) -> None:
-        """Let the supervisor note a death and start the group anew."""
+        """Let the agent note a death and start the group anew."""
         attempt = self.attempts[replica]
         self.exit(replica, 1, attempt, signal="SIGKILL")
         self.attempts[replica] += 1

@@ -723,7 +723,7 @@ def test_group_that_left_with_another_digest(synthetic_run: Any, leavers: list[i
     assert unknown(report) == set()
 
 
-def test_group_whose_supervisor_was_killed(good_run: Any) -> None:
+def test_group_whose_agent_was_killed(good_run: Any) -> None:
     """A group that fell silent is explained by a launch that ended badly and says so."""
     _fell_silent(good_run)
     change(good_run.named("launch_finished")[0], code=1, reason="1 of 3 groups failed: 1")

@@ -204,7 +204,7 @@ def test_step_under_way_may_still_pass() -> None:
 
 
 def test_death_that_is_noted_late() -> None:
-    """A supervisor may note a death when the others are far on; their stall began with the last word of the dead."""
+    """An agent may note a death when the others are far on; their stall began with the last word of the dead."""
     events = [event for event in killed_run() if event.name not in ("fault_injected", "replica_restarted")]
     for event in events:
         if event.name == "worker_exited":

@@ -96,7 +96,7 @@ def test_dead_agent(synthetic_run: Any, tmp_path: Path) -> None:
     run.steps(5)
     ended = {"agent_pid": 7, "signal": "SIGKILL", "restarts": True, "log": "/elsewhere/supervisor.log"}
     run.tell("agent_ended", 1, replica=1, attempt=0, reason="its agent was killed by SIGKILL", **ended)
-    log = RunPaths(tmp_path).supervisor_log(1)
+    log = RunPaths(tmp_path).agent_log(1)
     log.parent.mkdir(parents=True)
     log.write_text("last words\n")
     lines = show_logs(RunRecord(run.events), tmp_path, None, 30)

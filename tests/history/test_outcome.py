@@ -78,7 +78,7 @@ def test_finished_without_a_group(synthetic_run: Any) -> None:
 
 
 def test_a_group_that_fell_silent_is_lost(synthetic_run: Any) -> None:
-    """A group whose supervisor died with it has no last event: where its launch failed, it is lost."""
+    """A group whose agent died with it has no last event: where its launch failed, it is lost."""
     run = started(synthetic_run, 7)
     run.steps(3, [0])
     run.num_groups = 1

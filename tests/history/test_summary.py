@@ -31,7 +31,7 @@ def format_summary(summary: RunSummary) -> str:
 
 
 def event(name: str, time: float, replica: int, rank: int | None = 0, attempt: int = 0, **fields: Any) -> Any:
-    """Return one event as a worker or a supervisor (rank None) writes it."""
+    """Return one event as a worker or an agent (rank None) writes it."""
     context = {"replica": replica, "attempt": attempt} | ({} if rank is None else {"rank": rank})
     return build(named(name), time=time, **context | fields)
 
@@ -56,7 +56,7 @@ def finish(time: float, replica: int, rank: int = 0, attempt: int = 0, digest: s
 def killed_run() -> list[Event]:
     """Return the history of two groups of two ranks: group 1 dies by SIGKILL after step 4 of 12, and is back at 10.
 
-    The commit of step 5 comes 0.8 s after that of step 4, with a second exchange; the supervisor sees the death only
+    The commit of step 5 comes 0.8 s after that of step 4, with a second exchange; the agent sees the death only
     2 s after it, when the survivor is far on.
     """
     events = []
@@ -195,7 +195,7 @@ def test_exits_of_one_attempt_are_one_failure() -> None:
     assert [(f.replica, f.attempt, f.cause) for f in failures] == [(1, 0, "SIGKILL"), (1, 1, "exit code 1")]
 
 
-def test_workers_stopped_by_their_supervisor_did_not_fail() -> None:
+def test_workers_stopped_by_their_agent_did_not_fail() -> None:
     """Ranks that were stopped, because another one died or the run was interrupted, are no failures."""
     events = [
         event("worker_exited", 1.0, 0, 0, signal="SIGTERM", stopped=True),

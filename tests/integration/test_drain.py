@@ -137,7 +137,7 @@ def test_the_drain_timeout_abandons_a_step(make_job: Callable[..., Job]) -> None
 
 
 def test_a_dead_sibling_ends_a_rank_at_once(make_job: Callable[..., Job]) -> None:
-    """A rank whose sibling has died gets SIGTERM from its supervisor: no step can be finished, nobody waits for one."""
+    """A rank whose sibling has died gets SIGTERM from its agent: no step can be finished, nobody waits for one."""
     gates = [gate("never", rank=rank) for rank in range(2)]
     job = make_job(groups=2, ranks=2, hooks={"gates": gates, "hold": 2})
     job.start()

@@ -164,7 +164,7 @@ def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> N
     )
     assert socket.gethostname() in line
     assert "fault_tolerance.heartbeat_timeout_ms" in line
-    assert job.groups[1].ended == [[1, -signal.SIGKILL]]  # of the supervisor: a stopped process takes no SIGTERM
+    assert job.groups[1].ended == [[1, -signal.SIGKILL]]  # of the agent: a stopped process takes no SIGTERM
     assert not named(events, "hung")
     assert {(e["replica"], e["rank"]) for e in named(events, "heal_finished")} == {(1, 0), (1, 1)}
     participants = {e["step"]: e["participants"] for e in named(events, "step_committed")}

@@ -99,7 +99,7 @@ def final_digests(events: list[Event]) -> list[str | None]:
 
 @pytest.mark.slow
 def test_killed_agent_of_a_launch(launch: Any) -> None:
-    """kill -9 of a supervisor: its group is back, with the same weights, and terminal, events and report say why."""
+    """kill -9 of an agent: its group is back, with the same weights, and terminal, events and report say why."""
     run = launch(240, "--fault_tolerance.start_timeout_seconds=60")
     agent = parent_of(run.wait_for_step(5, replica=1))
     os.kill(agent, signal.SIGKILL)

@@ -59,7 +59,7 @@ class Kept:
             raise self.obstacle
         self.started.append((attempt, reason))
         self.agents.append(Agent())
-        return Child("agent", self.agents[-1], self.paths.supervisor_log(1))  # type: ignore[arg-type]
+        return Child("agent", self.agents[-1], self.paths.agent_log(1))  # type: ignore[arg-type]
 
     def end(self, code: int, after: float = 1.0) -> None:
         """Let the agent end after some seconds, and the keeper notice it."""
@@ -131,7 +131,7 @@ def test_end_that_an_event_explains_is_no_death(tmp_path: Path) -> None:
 def test_only_an_exception_of_this_agent_is_its_reason(tmp_path: Path) -> None:
     """Neither the last line of its log nor an exception of an agent before it says why it ended."""
     kept = Kept(tmp_path)
-    log = kept.paths.supervisor_log(1)
+    log = kept.paths.agent_log(1)
     log.parent.mkdir(parents=True)
     log.write_text("OSError: [Errno 28] No space left on device\n[c10d] The hostname cannot be retrieved\n")
     kept.end(AGENT_CRASHED_CODE)

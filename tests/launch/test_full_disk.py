@@ -45,7 +45,7 @@ def worker_files(run: Any, replica: int, attempt: int | str = "*") -> str:
 
 
 def test_run_goes_on_and_tells_all_when_there_is_room(run_on_disk: Any, small_disk: Any) -> None:
-    """Nobody dies of a full disk, whatever writes: workers, supervisors, launcher; a group that dies meanwhile comes
+    """Nobody dies of a full disk, whatever writes: workers, agents, launcher; a group that dies meanwhile comes
     back; all events of those who live are there in the end, and the status is 0."""
     run = run_on_disk
     launcher = run.launch(replicas=2)

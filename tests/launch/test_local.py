@@ -25,8 +25,8 @@ from titan_ft.run.events import GroupLost
 from titan_ft.run.log import EventLog
 
 
-def supervisors_of(pid: int) -> list[int]:
-    """List the supervisors of a launcher, by group."""
+def agents_of(pid: int) -> list[int]:
+    """List the agents of a launcher, by group."""
     found = {Path(f"/proc/{child}/comm").read_text().strip(): child for child in children(pid)}
     return [found[name] for name in sorted(found) if name.startswith("titan-ft ")]
 
@@ -96,7 +96,7 @@ def test_terminal_is_left_with_the_end(run: Any) -> None:
 
 
 def test_signal_stops_everything_it_started(run: Any) -> None:
-    """Ctrl-C (SIGINT to the launcher's process group) ends lighthouse, supervisors, workers, and nothing else."""
+    """Ctrl-C (SIGINT to the launcher's process group) ends lighthouse, agents, workers, and nothing else."""
     launcher = run.launch(replicas=2)
     stranger = run.start("-c", "import time; time.sleep(600)")
     for replica in (0, 1):
@@ -147,16 +147,16 @@ def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
 
 
 def test_a_group_takes_little_memory_beside_its_workers(run: Any) -> None:
-    """Its supervisor and its store are forks of what has imported everything, and share that.
+    """Its agent and its store are forks of what has imported everything, and share that.
 
     A store that answers has torch: measured before, it could be one that is still about to import its own.
     """
     run.use_torch()
     launcher = run.launch(replicas=2, module="torch_worker")
     workers = [run.worker(replica, 0, 0)["env"] for replica in (0, 1)]
-    for supervisor, worker in zip(supervisors_of(launcher.pid), workers, strict=True):
+    for agent, worker in zip(agents_of(launcher.pid), workers, strict=True):
         TCPStore(worker["MASTER_ADDR"], int(worker["MASTER_PORT"]), is_master=False)
-        own = own_memory(supervisor) + own_memory(int(worker["TITAN_FT_STORE_PID"]))
+        own = own_memory(agent) + own_memory(int(worker["TITAN_FT_STORE_PID"]))
         assert 0 < own < 20
     for replica in (0, 1):
         run.order(replica, "any", "any", "exit 0")
@@ -173,7 +173,7 @@ def test_a_run_outlives_its_zygote(run: Any) -> None:
     first = [run.worker(replica, 0, 0) for replica in (0, 1)]
     zygote = zygote_of(launcher.pid)
     assert zygote is not None
-    assert {worker["parent"] for worker in first} == set(supervisors_of(launcher.pid))
+    assert {worker["parent"] for worker in first} == set(agents_of(launcher.pid))
     os.kill(zygote, signal.SIGKILL)
     os.kill(first[1]["pid"], signal.SIGKILL)
     assert "zygote" in run.worker(1, 0, 1)["command"][2]
@@ -224,8 +224,8 @@ def lighthouse_of(pid: int) -> int | None:
 
 
 @pytest.mark.slow
-def test_killed_supervisor_fails_only_its_group(run: Any) -> None:
-    """A killed supervisor leaves no workers; the other group goes on, and so does the zygote: a spare is its next fork.
+def test_killed_agent_fails_only_its_group(run: Any) -> None:
+    """A killed agent leaves no workers; the other group goes on, and so does the zygote: a spare is its next fork.
 
     Without a restart and a spare left the launcher says what happened.
     """
@@ -233,12 +233,12 @@ def test_killed_supervisor_fails_only_its_group(run: Any) -> None:
     workers = [run.worker(replica, 0, 0) for replica in (0, 1)]
     zygote = zygote_of(launcher.pid)
     assert zygote is not None
-    os.kill(supervisors_of(launcher.pid)[0], signal.SIGKILL)
-    run.wait_until(lambda: not run.is_alive(workers[0]["pid"]), 10.0, "workers of the killed supervisor gone")
+    os.kill(agents_of(launcher.pid)[0], signal.SIGKILL)
+    run.wait_until(lambda: not run.is_alive(workers[0]["pid"]), 10.0, "workers of the killed agent gone")
     spare = run.worker(0, 0, 1)
     assert "zygote" in spare["command"][2]
     assert zygote_of(launcher.pid) == zygote
-    os.kill(supervisors_of(launcher.pid)[0], signal.SIGKILL)
+    os.kill(agents_of(launcher.pid)[0], signal.SIGKILL)
     run.wait_until(lambda: not run.is_alive(spare["pid"]), 10.0, "workers of the spare gone")
     assert run.is_alive(workers[1]["pid"])
     assert run.is_alive(zygote)
@@ -332,7 +332,7 @@ def test_agent_that_dies_while_all_groups_leave(run: Any) -> None:
         run.wait_obeyed(replica, 0, 0)
     launcher.send_signal(signal.SIGINT)
     run.wait_until(lambda: len(list(run.orders.glob("*.told"))) == 2, what="both groups asked to leave")
-    os.kill(supervisors_of(launcher.pid)[0], signal.SIGKILL)
+    os.kill(agents_of(launcher.pid)[0], signal.SIGKILL)
     run.wait_until(lambda: run.events("agent_ended"), what="the event of the death")
     run.order(1, 0, 0, "exit 0")
     printed, _ = launcher.communicate(timeout=40)
@@ -423,11 +423,11 @@ def test_second_signal_ends_at_once(run: Any) -> None:
 
 
 def test_group_drained_from_outside_has_not_failed(run: Any) -> None:
-    """A group whose supervisor gets SIGTERM leaves; when the others finish, the run has succeeded."""
+    """A group whose agent gets SIGTERM leaves; when the others finish, the run has succeeded."""
     launcher = run.launch(replicas=2, module="draining_worker")
     for replica in (0, 1):
         run.worker(replica, 0, 0)
-    os.kill(supervisors_of(launcher.pid)[1], signal.SIGTERM)
+    os.kill(agents_of(launcher.pid)[1], signal.SIGTERM)
     run.wait_until(lambda: run.events("drained"), what="group 1 drained")
     run.order(0, "any", "any", "exit 0")
     printed, errors = launcher.communicate(timeout=30)
@@ -569,7 +569,7 @@ def test_all_groups_crash_alike(run: Any) -> None:
     log = run.paths.logs(0, 0, 0)
     assert f"group 0 died: KeyError: 'nope'; rank 0 ended with exit status 1; see {log}" in printed
     assert "all groups end with KeyError: 'nope' (before any step, 2 times; see " in errors
-    # Each group twice at most: a supervisor may have started again what the launcher is about to stop.
+    # Each group twice at most: an agent may have started again what the launcher is about to stop.
     assert len(run.events("replica_restarted")) <= 4
     (finished,) = run.events("launch_finished")
     assert finished["code"] == 1

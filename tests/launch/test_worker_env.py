@@ -13,10 +13,10 @@ from titan_ft import device
 LEFT_OUT = {
     # torchtitan writes it when a group's process group is made, whatever it was; `device` says what of it is refused.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    # For torchrun's own agent: the signals that it passes on. The supervisor's are SIGTERM and SIGINT, always.
+    # For torchrun's own agent: the signals that it passes on. The agent's are SIGTERM and SIGINT, always.
     "TORCHELASTIC_SIGNALS_TO_HANDLE",
 }
-"""What torchrun gives and the supervisor does not, and why."""
+"""What torchrun gives and the agent does not, and why."""
 OF_THE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
 OF_THE_GROUP = ("GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -46,8 +46,8 @@ def test_a_worker_has_the_variables_of_torchrun(run: Any) -> None:
     torchrun = environments(
         run, "torchrun", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "env_worker"
     )
-    supervisor = ["titan_ft.launch.group.agent", f"--run-dir={run.paths.root}", "--ranks=2", "--module=env_worker"]
-    ours = environments(run, "supervisor", "-m", *supervisor, "--lighthouse=http://127.0.0.1:1", "--no-zygote", "--")
+    agent = ["titan_ft.launch.group.agent", f"--run-dir={run.paths.root}", "--ranks=2", "--module=env_worker"]
+    ours = environments(run, "agent", "-m", *agent, "--lighthouse=http://127.0.0.1:1", "--no-zygote", "--")
     for theirs, own in zip(torchrun, ours, strict=True):
         assert theirs.keys() - own.keys() == LEFT_OUT
         for name in (*OF_THE_RANK, *OF_THE_GROUP):

@@ -806,7 +806,7 @@ def test_closing_stops_the_heartbeats_and_the_process_group(seats: Any) -> None:
 
 
 def test_ranks_of_a_later_attempt_find_their_own_server(seats: Any) -> None:
-    """The store of torchrun's agent outlives an attempt: a rank must not find the former attempt's dead server."""
+    """The agent's store outlives an attempt: a rank must not find the former attempt's dead server."""
     for rank in seats.take_group(0):
         rank.close()
     agent_store = seats.stores[0]  # held: the next rank 0 brings a store of its own, which nobody uses

@@ -31,12 +31,12 @@ def history(final: str = "aa", at_step: str = "11", kill: bool = True, rejoin: b
 
     events = [worker(0.0, "worker_started", r) for r in (0, 1)] + [commit(1.0, r, 1) for r in (0, 1)]
     if kill:
-        supervisor = {"time": 1.2, "pid": 9, "replica": 1, "attempt": 0, "rank": 0}
+        agent = {"time": 1.2, "pid": 9, "replica": 1, "attempt": 0, "rank": 0}
         events.append(
             {"time": 1.1, "pid": 8, "event": "fault_injected", "fault": "sigkill_group", "target": {"replica": 1}}
         )
-        events.append({**supervisor, "event": "worker_exited", "signal": "SIGKILL", "stopped": False})
-        events.append({**supervisor, "event": "replica_restarted", "attempt": 1})
+        events.append({**agent, "event": "worker_exited", "signal": "SIGKILL", "stopped": False})
+        events.append({**agent, "event": "replica_restarted", "attempt": 1})
     attempt = 1 if kill else 0
     events += [commit(2.0, 0, 2), commit(3.0, 0, 3, digest="11")]
     events.append(worker(4.0, "training_finished", 0, step=3, digest="aa"))

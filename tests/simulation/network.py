@@ -175,7 +175,7 @@ class StoreServer:
     """What one group's TCP store holds.
 
     Args:
-        owner: the process that it dies with; None = torchrun's agent, which survives its workers.
+        owner: the process that it dies with; None = the group's agent, which survives its workers.
     """
 
     def __init__(self, kernel: Kernel, node: Node, owner: Process | None) -> None:

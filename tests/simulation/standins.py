@@ -543,7 +543,7 @@ OS = Module(
     write=lambda descriptor, data: len(data),
     readlink=_readlink,
     path=Module("os.path"),
-    environ={},  # no supervisor has named a file to leave a word in
+    environ={},  # no agent has named a file to leave a word in
 )
 FAULTHANDLER = Module(
     "faulthandler",

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The simulated world: groups of ranks and their supervisor, lighthouse, network; what is seen of them, and judged."""
+"""The simulated world: groups of ranks and their agent, lighthouse, network; what is seen of them, and judged."""
 
 from __future__ import annotations
 
@@ -1123,7 +1123,7 @@ class World(standins.World):
         return self.final is not None and group not in self.final
 
     def process_ended(self, group: GroupRun) -> None:
-        """Let the supervisor see that a process of a group has ended."""
+        """Let the agent see that a process of a group has ended."""
         if group.over:
             return
         dead = [rank for rank in group.ranks if rank.process.dead]

@@ -155,7 +155,7 @@ def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(
 ) -> None:
     """Without heartbeats the training thread's vote fails, and that may end the process first.
 
-    To the supervisor the end is one that may go by itself: the host of the silent rank is frozen.
+    To the agent the end is one that may go by itself: the host of the silent rank is frozen.
     """
     error_file = tmp_path / "rank-0.error.json"
     monkeypatch.setenv(FILE_ENV, str(error_file))

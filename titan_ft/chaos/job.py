@@ -175,7 +175,7 @@ class Job:
         if isinstance(event, WorkerStarted):
             self._start(group, event)
         if event.attempt is None or event.attempt != group.attempt:
-            return  # of workers that were replaced since, or of a supervisor about the next attempt
+            return  # of workers that were replaced since, or of an agent about the next attempt
         match event:
             case StepCommitted():
                 self._commit(group, event)

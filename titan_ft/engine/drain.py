@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TERMINATED = 128 + signal.SIGTERM
 """Exit status of a rank that did not leave but was ended."""
 
-# Where Slurm signals every process of a job and torchrun hands its own SIGTERM on, a worker gets the same one twice.
+# Where Slurm signals every process of a job and the agent hands its own SIGTERM on, a worker gets the same one twice.
 _ONE_REQUEST_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
@@ -251,7 +251,7 @@ class Drain:
     def _watch(self, connect: Callable[[], TCPStore]) -> None:
         """End at once when another rank has died or given up: the step cannot be finished.
 
-        A supervisor sends SIGTERM to the other ranks when one dies. Ranks on other hosts cannot be looked at.
+        An agent sends SIGTERM to the other ranks when one dies. Ranks on other hosts cannot be looked at.
         """
         try:
             store = connect()  # of its own: a request on the other connection may be waiting for long

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The faults of a run, and the attempts of its groups: when each began, what its rank 0 did, how it ended.
 
-Each fact has one source: rank 0 for what the group does, the supervisor for its end and its restart, and whoever
-injects a fault for its moment (a supervisor notes a death only afterwards).
+Each fact has one source: rank 0 for what the group does, the agent for its end and its restart, and whoever
+injects a fault for its moment (an agent notes a death only afterwards).
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ class Attempt:
     in_order: bool = False
     """Whether it finished its step before it left."""
     exit_us: int | None = None
-    """When the supervisor found the first worker ended, or the launcher its agent and all workers."""
+    """When the agent found the first worker ended, or the launcher its agent and all workers."""
     ended_by: str = ""
     """What ended its first worker, or its agent, where that was a failure: a signal or an exit code; else empty."""
     error: str = ""
     """The exception of that worker; empty where it was a signal, or the worker told of none."""
     stopped: bool = False
-    """Whether the supervisor ended it because the run was stopped."""
+    """Whether the agent ended it because the run was stopped."""
     gave_up_us: int | None = None
     fault: RecordedFault | None = None
     """The fault that ended it; None if none is known to."""

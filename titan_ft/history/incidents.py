@@ -107,7 +107,7 @@ class Incident:
     """A fault, or a failure or a group's leaving that no fault explains, and what it cost."""
 
     time: float
-    """Unix seconds of the fault; of the supervisor's event, or of the group's own, where no fault is known."""
+    """Unix seconds of the fault; of the agent's event, or of the group's own, where no fault is known."""
     fault: str
     """The fault's name; where none was injected what ended the group (SIGKILL, an exception, drained), or what was seen
     of one that lived (silent, out of reach)."""

@@ -82,7 +82,7 @@ def find_log(reason: Reason, run_dir: Path) -> Path | None:
         return None
     paths = RunPaths(run_dir)
     if reason.rank is None:
-        usual = paths.supervisor_log(reason.slot)
+        usual = paths.agent_log(reason.slot)
     else:
         usual = paths.logs(reason.slot, reason.attempt, reason.rank)
     if usual.is_file():

@@ -50,7 +50,7 @@ class ProcessHistory:
     pid: int
     events: list[ev.Event] = field(default_factory=list)
     exit: ev.WorkerExited | ev.AgentEnded | None = None
-    """What its supervisor wrote of its end, or the launcher of the end of both."""
+    """What its agent wrote of its end, or the launcher of the end of both."""
 
     @property
     def name(self) -> str:

@@ -352,7 +352,7 @@ class AgentKeeper:
             self._start_error = f"its agent cannot be started ({error.strerror})"
 
     def _start(self, attempt: int, reason: str) -> _Agent:
-        log = self._paths.supervisor_log(self.slot)
+        log = self._paths.agent_log(self.slot)
         log_offset = log.stat().st_size if log.exists() else 0
         started = self._clock()
         child = self._start_agent(attempt, reason)

@@ -272,7 +272,7 @@ class LocalRun:
             attempt: number of the group's next attempt.
             takeover: why that is a restart; empty if it is none.
         """
-        name, log = f"agent of group {replica}", self.plan.paths.supervisor_log(replica)
+        name, log = f"agent of group {replica}", self.plan.paths.agent_log(replica)
         args = self.plan.agent_args(replica, attempt, self._lighthouse.address, takeover)
         if self._zygote is not None:
             with open_log(log, "ab") as output:

@@ -141,7 +141,7 @@ def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
         case ev.AgentEnded():
             state = DIED if event.restarts else FAILED
             return replace(group, state=state, loss=None, own_loss=None, own_seconds=None, error=event.reason)
-        case ev.SpareTookOver():  # its supervisor's event of the restart follows
+        case ev.SpareTookOver():  # its agent's event of the restart follows
             return _starting(group, event.attempt)
         case ev.ReplicaRestarted():
             return replace(_starting(group, event.attempt), restarts=group.restarts + 1)

@@ -112,7 +112,7 @@ class Agreement:
         store.delete_key(self._name(number - 1, 0))  # all have read it: they have come to the next one since
 
     def _read(self, store: TCPStore, names: list[str]) -> list[str]:
-        """Wait for keys. A rank that died has its whole group restarted by torchrun."""
+        """Wait for keys. If a rank dies, its agent starts the whole group again."""
         store.wait(names, _AS_LONG_AS_IT_TAKES)
         return [value.decode() for value in store.multi_get(names)]
 

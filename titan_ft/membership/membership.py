@@ -83,7 +83,7 @@ class Membership:
         lighthouse: its address (see `LighthouseAddress`).
         host: the numeric address that other groups reach this rank at.
         store: host and port of the group's TCPStore.
-        attempt: how often the group was started before; the store of torchrun's agent outlives an attempt.
+        attempt: how often the group was started before; the store is the agent's and outlives an attempt.
         config_digest: hex hash of the settings that must be equal in all groups.
         address: host:port of this rank's state server.
         leave_requested: says whether this rank was.

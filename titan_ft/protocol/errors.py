@@ -6,7 +6,7 @@
 class ReplicaError(RuntimeError):
     """Base of the errors below."""
 
-    restart = True  # whether a supervisor may start the group again
+    restart = True  # whether an agent may start the group again
     transient = True  # whether it may go by itself; else three in a row are a crash loop
     network = False  # whether the network or the lighthouse is what did not answer
 

@@ -27,8 +27,8 @@ def exit_with_parent(
     """Watch the parent from a daemon thread; once it is gone, call `before_exit` and end this process with status 1.
 
     The parent is the one named by `TITAN_FT_PARENT_PID`, else the present one. The process ends without clean-up:
-    whoever would collect its result is dead, and its main thread may hang. If it leads a session, as torchrun's workers
-    and all that the launcher starts do, it takes along what it started (data loader processes).
+    whoever would collect its result is dead, and its main thread may hang. If it leads a session, as all workers do and
+    all that the launcher starts, it takes along what it started (data loader processes).
     """
     expected = int(os.environ.get(PARENT_PID_ENV, "0")) or os.getppid()
     # A worker that is stopped (SIGSTOP) runs no thread: it would keep its GPU for as long as it is. Others ignore it.

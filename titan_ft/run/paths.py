@@ -69,7 +69,7 @@ class RunPaths:
         """Output of the process that all groups of the launch are forked from."""
         return self.root / "logs" / "zygote.log"
 
-    def supervisor_log(self, replica: int) -> Path:
+    def agent_log(self, replica: int) -> Path:
         """Output of the agent of one group (not of its workers)."""
         return self.root / "logs" / f"replica-{replica}" / "supervisor.log"
 
@@ -88,7 +88,7 @@ class RunPaths:
     def worker_events(self, replica: int, rank: int, attempt: int, pid: int) -> Path:
         return self.events_file(f"replica-{replica}-rank-{rank}-attempt-{attempt}-{pid}")
 
-    def supervisor_events(self, replica: int, pid: int) -> Path:
+    def agent_events(self, replica: int, pid: int) -> Path:
         return self.events_file(f"supervisor-{replica}-{pid}")
 
     @staticmethod
@@ -102,7 +102,7 @@ class RunPaths:
         return name.partition(".")[0]
 
     @staticmethod
-    def supervisors_pattern() -> str:
+    def agents_pattern() -> str:
         """Return a pattern for the names of the event files of all groups' agents."""
         return "supervisor-*.jsonl"
 

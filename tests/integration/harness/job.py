@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A job of several replica groups on this host: lighthouse, groups of workers, restarts as torchrun would do them."""
+"""A job of several replica groups on this host: lighthouse, groups of workers, restarts as an agent would do them."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class Job:
             group.workers.append(self._zygote.start("titan_ft.train:main", log, argv, env))
 
     def _watch(self, group: Group) -> None:
-        """Do what torchrun's agent does: one worker's failure ends the group, which is then started again."""
+        """Do as the agent does: one worker's failure ends the group, which is then started again."""
         if not group.failed:
             return
         if not group.gone:

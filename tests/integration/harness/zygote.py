@@ -101,7 +101,7 @@ def lighthouse() -> None:
 
 
 def store() -> None:
-    """Host the TCPStore of one attempt of a group, as torchrun's agent does; it outlives every worker of the group."""
+    """Host the TCPStore of one attempt of a group, as the agent does; it outlives every worker of the group."""
     import torch.distributed as dist
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

@@ -85,7 +85,7 @@ def _unsaved(record: RunRecord) -> str:
 
 
 def _check_ends(record: RunRecord, found: Judgement) -> None:
-    """Object to processes that fell silent without an event of their own or of their supervisor about it."""
+    """Object to processes that fell silent without an event of their own or of their agent about it."""
     latest: dict[int, int] = defaultdict(int)
     for event in record.events:
         if event.replica is not None:
@@ -97,9 +97,9 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
         if process.ended_in_order or process.exit is not None or process.attempt < latest[process.replica]:
             continue
         if record.launch_end is not None and not failure:
-            object_to_absence(record, found, "fell silent, and no supervisor tells of its end", process.events[-1])
+            object_to_absence(record, found, "fell silent, and no agent reports its end", process.events[-1])
         elif record.launch_end is not None:
-            # As when its supervisor was killed: the launcher says that the group failed.
+            # As when its agent was killed: the launcher says that the group failed.
             found.notes.append(f"{process.name} fell silent; the launch says: {failure}")
         elif process.replica not in named:
             without_end.append(process.name)

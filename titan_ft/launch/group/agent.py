@@ -181,7 +181,7 @@ class Agent:
         self._policy = RestartPolicy(
             spec.max_restarts, run_trains=lambda: has_trained(spec.paths), host_deaths=self._suspects.deaths
         )
-        self._events = EventLog(spec.paths.supervisor_events(spec.replica, os.getpid()), replica=spec.replica)
+        self._events = EventLog(spec.paths.agent_events(spec.replica, os.getpid()), replica=spec.replica)
         self._group: GroupWorkers | None = None
         # Only new events count: a finish of an earlier run in the folder must keep nobody away.
         self._finishes = EventTail(spec.paths.events, TrainingFinished, pattern=spec.paths.workers_pattern())
@@ -386,7 +386,7 @@ class Agent:
         seconds = self._suspects.window_seconds
         paths = self.spec.paths
         if host not in self._deaths:
-            self._deaths[host] = HostDeaths(paths.events, paths.supervisors_pattern(), host, seconds)
+            self._deaths[host] = HostDeaths(paths.events, paths.agents_pattern(), host, seconds)
         deaths = self._deaths[host].count()
         if deaths < self._suspects.deaths:
             return ""
