@@ -117,10 +117,11 @@ def test_torchtitan_merges_into_a_class_of_another_module() -> None:
     def lines(schema: type) -> int:
         return len(inspect.getsource(sys.modules[schema.__module__]).splitlines())
 
-    _, schema = build_schema(OurJobConfig, [], {})
     assert lines(ConfigManager._merge_configs(JobConfig, OurJobConfig)) > 100
-    assert lines(schema) < 10
-    assert schema().fault_tolerance.__module__ == schema.__module__
+    for flags in ([], ["--job.custom_config_module=titan_ft.config"]):
+        _, schema = build_schema(OurJobConfig, flags, {})
+        assert lines(schema) < 10
+        assert schema().fault_tolerance.__module__ == schema.__module__
 
 
 def test_torchtitan_names_can_be_looked_up_early() -> None:

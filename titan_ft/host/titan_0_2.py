@@ -133,13 +133,14 @@ def build_schema(own: type, arguments: Sequence[str], values: Mapping[str, Any])
     Raises:
         ImportError, AttributeError: of that module.
     """
-    merged = ConfigManager._merge_configs(JobConfig, own)
-    _name_small_module(merged)
-    manager = ConfigManager(merged)
-    return manager, manager._maybe_add_custom_config(list(arguments), dict(values))
+    manager = ConfigManager(ConfigManager._merge_configs(JobConfig, own))
+    schema = manager._maybe_add_custom_config(list(arguments), dict(values))
+    _name_small_module(schema, schema.__module__)
+    manager._maybe_add_custom_config = lambda *_: schema  # else `parse_args` merges them once more
+    return manager, schema
 
 
-def _name_small_module(schema: type) -> None:
+def _name_small_module(schema: type, module: str) -> None:
     """Let tyro look for the help of a merged table in a small module, which has none.
 
     ConfigManager makes these classes with `make_dataclass`, so that they belong to the module `types`. tyro parses
@@ -148,8 +149,8 @@ def _name_small_module(schema: type) -> None:
     """
     schema.__module__ = __package__
     for table in fields(schema):
-        if is_dataclass(table.type) and table.type.__module__ != JobConfig.__module__:
-            _name_small_module(cast(type, table.type))
+        if is_dataclass(table.type) and table.type.__module__ == module:
+            _name_small_module(cast(type, table.type), module)
 
 
 # Seams: what this package replaces inside torchtitan
