@@ -9,67 +9,28 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import gpu, gpu_plan, gpu_probes, gpu_runs
-from benchmarks.gpu_plan import Gpus, Plan, base_config, job_config, recipe_config
+from benchmarks.gpu_plan import Gpus, Plan, base_config, recipe_config
 from benchmarks.gpu_report import Report, Row
-from benchmarks.gpu_runs import find_forks, judge_parity, judge_ratio, judge_run, judge_waits, measure_steps
+from benchmarks.gpu_runs import judge_parity, judge_ratio, judge_run, judge_waits
 from benchmarks.parity import Witness
 from benchmarks.run import BenchError
-from benchmarks.systems import STOCK, Config, Job
+from benchmarks.systems import STOCK, Config
 from tests.history.histories import killed_run
 from titan_ft.config import ConfigError
 from titan_ft.history.record import RunRecord
-from titan_ft.launch.group.zygote import NO_FORKS
 from titan_ft.run.events import StepCommitted
 
 ROOT = Path(__file__).parents[2]
 FOUR = Gpus([f"GPU of number {index}" for index in range(4)], "13.0", "2.28.3")
 NONE = Gpus([], None, "")
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "gpus", "backends", "same_steps", "timed"),
-    [
-        (1, (["0"], ["0"]), ["gloo"], (1, 1), (1, 1)),
-        (2, (["0"], ["1"]), ["gloo", "nccl"], (1, 1), (2, 1)),
-        (4, (["0", "1"], ["2", "3"]), ["gloo", "nccl"], (2, 2), (2, 2)),
-        (8, (["0", "1", "2", "3"], ["4", "5", "6", "7"]), ["gloo", "nccl"], (2, 4), (2, 4)),
-    ],
-)
-def test_who_runs_where(
-    num_gpus: int,
-    gpus: tuple[list[str], list[str]],
-    backends: list[str],
-    same_steps: tuple[int, int],
-    timed: tuple[int, int],
-    tmp_path: Path,
-) -> None:
-    """Stock torchtitan runs as many ranks, or one that does the work of both groups."""
-    plan = Plan(num_gpus)
-    assert (plan.gpus(0), plan.gpus(1)) == gpus
-    assert plan.backends == backends
-    for wanted, same in ((same_steps, True), (timed, False)):
-        job = plan.stock(tmp_path, same)
-        assert (job.system, job.num_groups, job.num_ranks) == (STOCK, *wanted)
-    assert plan.groups(tmp_path).num_ranks == len(gpus[0])
-    assert f"group 1 on GPU {', '.join(gpus[1])}" in plan.describe()
-    told = plan.describe_stock()
-    assert ("one rank" in told, "DDP" in told, "HSDP" in told) == (num_gpus <= 2, num_gpus == 2, num_gpus >= 4)
-
-
-def test_why_nccl_is_not_between_the_groups() -> None:
-    assert Plan(1).why_not("nccl") == "needs 2 GPUs"
-    assert Plan(4, on_cpu=True).why_not("nccl") == "needs 2 GPUs"
-    assert "has no NCCL" in Plan(4, has_nccl=False).why_not("nccl")
-    assert Plan(4, on_cpu=True).backends == Plan(4, has_nccl=False).backends == ["gloo"]
 
 
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,51 +195,6 @@ def test_figures_are_kept_while_a_later_part_runs(tmp_path: Path) -> None:
     assert Row(**row) == Row("gloo: step (ms)", "12.5")
 
 
-def test_rows_that_need_more_gpus_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They are no problem; all other parts are tried whatever fails."""
-    tried: list[str] = []
-
-    def measure(name: str, *_: Any) -> None:
-        tried.append(name)
-        raise BenchError("nothing works")
-
-    for name in ("measure_steps", "measure_kills"):
-        monkeypatch.setattr(gpu, name, partial(measure, name))
-    monkeypatch.setattr(gpu_runs, "Run", partial(measure, "trajectories"))
-    report = Report()
-    gpu.measure_runs(Plan(1), base_config({}), tmp_path, report)
-    assert tried == ["trajectories", "measure_steps", "measure_kills"]
-    assert [row.verdict for row in report.rows].count("failed") == 3
-    needed = {row.what: row.verdict for row in report.rows if row.verdict.startswith("needs")}
-    assert needed.pop("FSDP in each group, beside the exchange") == "needs 4 GPUs"
-    assert len(needed) == 7
-    assert set(needed.values()) == {"needs 2 GPUs"}
-    assert len(report.problems) == 3
-    report = Report()
-    gpu.measure_runs(Plan(4), base_config({}), tmp_path, report)
-    assert not [row for row in report.rows if row.verdict.startswith("needs")]
-    assert "2 ranks a group" in report.rows[-1].figure
-
-
-def test_nothing_of_nccl_is_measured_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
-
-    def run_probe(name: str, num_ranks: int, *sizes: int) -> Any:
-        asked.append((name, num_ranks))
-        raise BenchError("no GPU")
-
-    monkeypatch.setattr(gpu, "run_probe", run_probe)
-    report = Report()
-    gpu.measure_gpu(Plan(2, on_cpu=True), report)
-    assert not asked
-    assert not report.problems
-    gpu.measure_gpu(Plan(2, has_nccl=False), report)
-    assert asked == [("pin", 1)]
-    assert len(report.problems) == 1
-    gpu.measure_gpu(Plan(4), report)
-    assert asked[1:] == [("collectives", 4), ("reconfigure", 4), ("pin", 1)]
-
-
 @pytest.mark.parametrize(
     ("still", "left", "verdicts"),
     [
@@ -337,43 +253,6 @@ def test_a_recipe_runs_without_its_assets(tmp_path: Path) -> None:
     assert kept["model"]["hf_assets_path"] == str(tmp_path)
 
 
-@pytest.mark.parametrize(("memory_gb", "seq_len"), [(141.0, 8192), (85.0, 4096), (64.0, 2048), (48.0, None)])
-def test_a_recipe_is_made_to_fit(
-    memory_gb: float, seq_len: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """By shorter sequences, and left out where those would say nothing of it any more; no run is killed for memory."""
-    tried: list[int] = []
-
-    def run(job: Job, config: Config) -> None:
-        tried.append(config["training"]["seq_len"])
-        raise BenchError("enough seen")
-
-    monkeypatch.setattr(gpu_runs, "Run", run)
-    report = Report()
-    recipe = recipe_config({"training": {"seq_len": 8192}, "fault_tolerance": {"min_replica_size": 15}})
-    assert recipe["fault_tolerance"]["min_replica_size"] == 2
-    measure = partial(gpu_runs.measure_recipe, Plan(1), recipe, "llama3_1b", [memory_gb], tmp_path, report)
-    report.attempt("llama3_1b", measure)
-    (row,) = report.rows
-    assert tried == ([seq_len] if seq_len else [])
-    assert row.verdict == ("failed" if seq_len else "left out: needs 61 GB of a GPU")
-
-
-def test_all_systems_make_steps_of_one_size(tmp_path: Path) -> None:
-    """A rank that does the work of both groups has both their microbatches."""
-    given = {"training": {"local_batch_size": 3, "global_batch_size": 96}, "checkpoint": {"enable": True}}
-    base = base_config(given)
-    plan = Plan(2)
-    alone = job_config(base, plan.stock(tmp_path, True), "", 5, 1)
-    assert alone["training"]["global_batch_size"] == 6
-    groups = job_config(base, plan.groups(tmp_path), "nccl", 5, 1, debug={"deterministic": True})
-    assert "global_batch_size" not in groups["training"]
-    assert groups["fault_tolerance"]["process_group"] == "nccl"
-    assert groups["debug"] == {"deterministic": True}
-    assert not groups["checkpoint"]["enable"]
-    assert given["training"]["global_batch_size"] == 96
-
-
 def test_a_difference_to_stock_torchtitan_breaks_the_promise() -> None:
     witness = Witness({1: (8.0, 0.5)}, "aa", 0.002)
     report = Report()
@@ -422,72 +301,6 @@ def test_every_promise_of_a_run_is_judged(
     assert all(name in promises.problem for name in broken)
 
 
-def test_steps_are_timed_whatever_fails_beside_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a GPU the profiler looks at steps after those that are timed, for all alike."""
-    configs: dict[str, Config] = {}
-
-    def time_steps(job: Job, config: Config, timeout_seconds: float) -> list[float]:
-        configs[job.run_dir.name] = config
-        if job.run_dir.name == "steady-1-nccl":
-            raise BenchError("a peer is lost")
-        return [0.250] if job.system == STOCK else [0.260]
-
-    monkeypatch.setattr(gpu_runs, "time_steps", time_steps)
-    waited = {True: (3.0, 2.0), False: (6.0, 5.0)}
-    looked_at: list[str] = []
-
-    def read_host_waits(run_dir: Path) -> tuple[float, float]:
-        looked_at.append(run_dir.name)
-        return waited["stock" in run_dir.name or "length" in run_dir.name]
-
-    monkeypatch.setattr(gpu_runs, "read_host_waits", read_host_waits)
-    report = Report()
-    measure_steps(Plan(2), base_config({}), tmp_path, report)
-    rows = {row.what: row for row in report.rows}
-    assert rows["gloo: step, ratio to stock torchtitan"].figure == "1.040"
-    assert [rows[f"{column}: step (ms)"].figure for column in (STOCK, "gloo")] == ["250", "260"]
-    waits = rows["gloo: host waits for the GPU in a step, at most 3 more of training"]
-    assert (waits.verdict, waits.figure) == ("holds", "6.0, 5.0 by the training thread")
-    assert looked_at == ["steady-2-stock", "steady-2-gloo"]
-    assert report.problems == ["nccl: step time, round 2 of 3: failed; a peer is lost"]
-    order = ["length-0", "steady-0-gloo", "steady-0-nccl", "steady-1-stock", "steady-1-gloo", "steady-1-nccl"]
-    assert list(configs) == [*order, "steady-2-stock", "steady-2-gloo"]
-    for config in configs.values():
-        profiling, steps = config["profiling"], config["training"]["steps"]
-        assert profiling["enable_profiling"]
-        behind = profiling["profiler_warmup"] + profiling["profiler_active"]
-        assert (profiling["profile_freq"] - behind) % 10 == 0, "the last timed step is logged"
-        assert profiling["profile_freq"] < steps < 2 * profiling["profile_freq"]
-        assert config["metrics"]["log_freq"] > behind, "no step that the profiler sees is timed"
-
-
-@pytest.mark.parametrize(("seconds_of_a_sequence", "batches"), [(0.3, [8]), (0.02, [8, 16]), (1e-4, [8, 2504])])
-def test_steps_are_made_long_enough(
-    seconds_of_a_sequence: float, batches: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Short steps would show a few milliseconds of the vote as a loss of speed. The groups get the same batch."""
-    tried: list[int] = []
-
-    def time_steps(job: Job, config: Config, timeout_seconds: float) -> list[float]:
-        tried.append(config["training"]["local_batch_size"])
-        assert config["training"]["seq_len"] == 2048
-        return [seconds_of_a_sequence * tried[-1]]
-
-    monkeypatch.setattr(gpu_runs, "time_steps", time_steps)
-    given = base_config({"training": {"local_batch_size": 1, "seq_len": 256}})
-    report = Report()
-    measure_steps(Plan(1), given, tmp_path, report)
-    assert tried == [*batches, batches[-1]]
-    assert report.rows[0].figure == f"{batches[-1]} x 2048"
-    assert given["training"]["seq_len"] == 256
-
-
-def test_steps_that_stay_short_are_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu_runs, "time_steps", lambda *_: [1e-3])
-    with pytest.raises(BenchError, match=r"not known to take 0\.2 s"):
-        measure_steps(Plan(2), base_config({}), tmp_path, Report())
-
-
 @pytest.mark.parametrize(
     ("ratio", "verdict"),
     [((0.99, 1.05, 1.2), "holds"), ((1.04, 1.06, 1.2), "cannot be told"), ((1.06, 1.07, 1.2), "does not hold")],
@@ -520,54 +333,6 @@ def test_training_may_wait_for_what_it_must_know(stock: Any, ours: Any, ranks: i
     judge_waits({STOCK: stock, "nccl": ours}, Plan(2 * ranks), report)
     assert report.rows[-1].verdict == verdict
     assert bool(report.problems) == (verdict != "holds")
-
-
-def test_a_machine_on_which_nothing_forks_says_why(tmp_path: Path) -> None:
-    assert find_forks(tmp_path) == "yes"
-    log = tmp_path / "logs" / "zygote.log"
-    log.parent.mkdir()
-    log.write_text("a warning\n")
-    assert find_forks(tmp_path) == "yes"
-    log.write_text(f"a warning\n{NO_FORKS}threads were started: cuda00001c00008\n")
-    assert find_forks(tmp_path) == "no: threads were started: cuda00001c00008"
-
-
-def test_on_a_cpu_nothing_is_traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[Config] = []
-
-    def time_steps(job: Job, config: Config, timeout_seconds: float) -> list[float]:
-        seen.append(config)
-        return [0.5]
-
-    monkeypatch.setattr(gpu_runs, "time_steps", time_steps)
-    report = Report()
-    measure_steps(Plan(2, on_cpu=True, small=True), base_config({}), tmp_path, report)
-    assert report.rows[-1].verdict.startswith("left out")
-    assert seen
-    assert all("profiling" not in config for config in seen)
-
-
-@pytest.mark.parametrize(("code", "last"), [(0, "3 passed in 9 s"), (1, "1 failed, 2 passed in 9 s")])
-def test_tests_that_need_a_gpu_count(monkeypatch: pytest.MonkeyPatch, code: int, last: str) -> None:
-    """They are named by file."""
-    commands: list[Sequence[str]] = []
-
-    def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, code, f"...\n{last}\n", "")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    report = Report()
-    gpu.run_gpu_tests(Plan(2), report)
-    assert report.rows[-1].figure == last
-    assert bool(report.problems) == bool(code)
-    assert set(gpu.GPU_TESTS) <= set(commands[0])
-    gpu.run_gpu_tests(Plan(2, on_cpu=True), report)
-    assert report.rows[-1].verdict == "needs a GPU"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    gpu.run_gpu_tests(Plan(2), report)
-    assert report.rows[-1].verdict.endswith("has no pytest")
-    assert len(commands) == 1
 
 
 def test_no_file_with_tests_that_need_a_gpu_is_missing() -> None:

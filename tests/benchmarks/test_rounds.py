@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from benchmarks.run import BenchError
 from benchmarks.systems import OURS, PEER, Job
 from tests.benchmarks.histories import commit
 from titan_ft.config import FaultTolerance, check_toml, load_toml
-from titan_ft.history.record import RunRecord
 from titan_ft.run.events import Event
 from titan_ft.run.log import encode
 
@@ -90,16 +88,6 @@ def test_the_figures_of_a_run(tmp_path: Path) -> None:
     assert bytes_per_step(read_run(run), 1000, Case(4)) == 6000
 
 
-def test_the_bytes_are_those_of_the_events_where_they_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [
-        SimpleNamespace(replica=0, rank=0, wire_bytes=number, titan_step=step) for number, step in ((50, 2), (70, 4))
-    ]
-    record: Any = SimpleNamespace(of=lambda kind: told)
-    assert bytes_per_step(record, 1000, Case(2, 2, 0.7)) == 30.0
-    told[1].wire_bytes = None
-    assert bytes_per_step(record, 1000, Case(2, 2, 0.7)) == 2000.0
-
-
 @pytest.mark.parametrize(
     ("events", "losses", "message"),
     [
@@ -115,14 +103,6 @@ def test_a_run_that_trained_otherwise_is_no_result(
 ) -> None:
     with pytest.raises(BenchError, match=message):
         describe(make_run(tmp_path / "run", events, **losses), Case(2, 2, 0.7), 4)
-
-
-def test_a_record_without_rounds_has_no_bytes_of_its_own() -> None:
-    assert bytes_per_step(RunRecord([]), 1000, Case(2)) == 4000
-
-
-def test_what_is_done_is_not_run_again(tmp_path: Path) -> None:
-    assert list(measure_losses(BASE, tmp_path, {case.name: {} for case in CASES})) == []
 
 
 @pytest.mark.slow

@@ -64,13 +64,6 @@ def script(tmp_path: Path) -> Script:
     return run
 
 
-def test_usage_comes_before_anything_is_made(script: Script, tmp_path: Path) -> None:
-    ended, asked = script("--help")
-    assert (ended.returncode, ended.stderr, asked) == (0, "", [])
-    assert ended.stdout.startswith("usage: test_cuda.sh [--quick] [pytest arguments]")
-    assert not (tmp_path / ".venv-cuda").exists()
-
-
 @pytest.mark.parametrize("arguments", [[], ["--quick"], ["tests/cuda/test_runs.py"]])
 def test_without_the_wheel_a_line_says_so_and_nothing_fails(
     script: Script, tmp_path: Path, arguments: list[str]
@@ -89,17 +82,6 @@ def test_a_build_that_fails_is_a_failure(script: Script) -> None:
     assert (ended.returncode, asked) == (1, [])
 
 
-def test_all_tests_run_over_nccl(script: Script) -> None:
-    """Without arguments the slow tests of tests/cuda run as well."""
-    ended, asked = script()
-    assert (ended.returncode, ended.stderr) == (0, "")
-    process_group, *words = asked
-    assert process_group == "nccl"
-    assert words[:2] == ["tests/cuda", "tests/integration"]
-    assert words[-2] == "-m"
-    assert words[-1].startswith("stand_in or ")
-
-
 def test_the_quick_ones_are_tests_that_exist(script: Script) -> None:
     """Slow ones are left out; of tests/integration single tests are named."""
     ended, asked = script("--quick")
@@ -111,9 +93,3 @@ def test_the_quick_ones_are_tests_that_exist(script: Script) -> None:
     for name in words[1:-2]:
         path, _, test = name.partition("::")
         assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), name
-
-
-def test_tests_that_are_asked_for_run_alone(script: Script) -> None:
-    """Nothing is added to them, nor to the environment of their jobs."""
-    _, asked = script("tests/cuda/test_runs.py", "-k", "resume and async")
-    assert asked == ["", "tests/cuda/test_runs.py", "-k", "resume and async"]
