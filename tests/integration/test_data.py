@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from harness.client import ZygoteClient
 from harness.events import Event, audit
 from harness.job import Job
 from harness.trajectory import check, check_killed, named
-
-from titan_ft.cli.main import main
 
 STEP = 4  # the step in which the second group is killed
 NUM_FILES = 4  # of the stream: two for each of two slots, one for each of their loaders' workers
@@ -251,43 +248,3 @@ def test_many_kills(make_job: Callable[..., Job], num_kills: int, policy: str) -
     for event in named(events, "step_committed"):
         exchanges[event["step"]] = max(exchanges.get(event["step"], 1), event["exchanges"])
     assert sum(exchanges.values()) <= steps + 3 * num_kills
-
-
-def test_audit_on_the_command_line(
-    make_job: Callable[..., Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`titan-ft check` says that a run's data holds, and names what does not once its history is altered."""
-    job = make_job(groups=2, steps=10, hooks={"faults": [kill(1, "backward")], "hold": 2})
-    job.run()
-    events = check(job, survivors=[0])
-    assert main(["check", str(job.paths.root)]) == 0
-    assert "6 every batch once         holds" in capsys.readouterr().out
-
-    def altered(name: str, change: Callable[[Event], None]) -> list[str]:
-        """Return the arguments for a copy in which one group's lone commit of step 5 was changed."""
-        copy = tmp_path / name
-        shutil.copytree(job.paths.root, copy)
-        ((path, lines),) = [
-            (path, lines)
-            for path in sorted((copy / "events").glob("*.jsonl"))
-            if (lines := [json.loads(line) for line in path.read_text().splitlines()])[0]["replica"] == 0
-        ]
-        (commit,) = [line for line in lines if line["event"] == "step_committed" and line["step"] == STEP + 1]
-        change(commit)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return ["check", str(copy)]
-
-    assert {e["replica"] for e in named(events, "step_committed") if e["step"] == STEP + 1} == {0}
-    batch = trained(events, 0, slot=0)[STEP + 1][0]
-    assert batch == STEP
-
-    assert main(altered("another", lambda commit: commit["batches"].update({"0": [batch + 1, 1]}))) == 1
-    said = capsys.readouterr().out
-    assert f"slot 0, batch {batch}: lost between steps {STEP} and {STEP + 1}" in said
-    assert f"slot 0, batch {batch + 1}: trained at step {STEP + 1} and again at step {STEP + 2}" in said
-    assert main(altered("none", lambda commit: commit["batches"].clear())) == 1
-    assert f"slot 0, batch {batch}: lost between steps {STEP} and {STEP + 2}" in capsys.readouterr().out
-    assert main(altered("gone", lambda commit: commit.pop("batches"))) == 1
-    assert "must have the fields of step_committed" in capsys.readouterr().out
-    assert main(altered("line", lambda commit: commit.update(event="deleted"))) == 1
-    assert f"no event tells how the state before step {STEP + 2}" in capsys.readouterr().out

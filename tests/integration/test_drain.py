@@ -136,6 +136,7 @@ def test_the_drain_timeout_abandons_a_step(make_job: Callable[..., Job]) -> None
     assert "drain_timeout_seconds" in job.output(1)
 
 
+@pytest.mark.slow
 def test_a_dead_sibling_ends_a_rank_at_once(make_job: Callable[..., Job]) -> None:
     """A rank whose sibling has died gets SIGTERM from its agent: no step can be finished, nobody waits for one."""
     gates = [gate("never", rank=rank) for rank in range(2)]

@@ -146,6 +146,7 @@ def test_a_group_with_another_config(make_job: Callable[..., Job]) -> None:
     assert "left aside at the lighthouse" in job.output(right)
 
 
+@pytest.mark.slow
 def test_a_group_with_another_number_of_ranks(make_job: Callable[..., Job]) -> None:
     """It is refused with one line before it exchanges anything; the groups that were there lose no step over it.
 

@@ -125,6 +125,7 @@ def check_one_end(run: FullDiskRun) -> None:
     assert finished[0].digest is not None
 
 
+@pytest.mark.slow
 def test_disk_that_is_full_for_a_while(
     launch: Callable[..., FullDiskRun], small_disk: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

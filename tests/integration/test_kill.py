@@ -36,10 +36,11 @@ def participants_of(events: list[dict[str, Any]], step: int) -> list[int]:
 @pytest.mark.parametrize(
     ("groups", "point"),
     [
-        *itertools.product([2], ["forward", "backward", "exchange_first", "vote_before", "commit"]),
+        *itertools.product([2], ["backward", "exchange_first", "vote_before", "commit"]),
         *(
             pytest.param(groups, point, marks=pytest.mark.slow)
             for groups, point in [
+                (2, "forward"),
                 (2, "exchange_last"),
                 (2, "vote_after"),
                 (2, "optimizer"),

@@ -11,7 +11,9 @@ from harness.job import Job
 from harness.trajectory import check, named
 
 
-@pytest.mark.parametrize(("groups", "ranks"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), (3, 1)])
+@pytest.mark.parametrize(
+    ("groups", "ranks"), [(3, 1), *(pytest.param(2, ranks, marks=pytest.mark.slow) for ranks in (1, 2))]
+)
 def test_groups_stay_identical(make_job: Callable[..., Job], groups: int, ranks: int) -> None:
     """All groups take part in each step and hold the same bytes after it."""
     job = make_job(groups=groups, ranks=ranks)
