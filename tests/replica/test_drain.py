@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from titan_ft.engine import drain
 from titan_ft.engine.drain import TERMINATED, Drain
 from titan_ft.run.marks import remove_training_mark
 from titan_ft.run.process import Process
@@ -28,7 +29,9 @@ NEVER = 3600.0  # seconds
 # A store in a folder: the processes of these tests need no torch, whose import costs seconds.
 PREAMBLE = """
 import ctypes, os, pathlib, signal, sys, time
+import titan_ft.engine.drain
 from titan_ft.engine.drain import Drain
+titan_ft.engine.drain._LEAVE_SECONDS = 0.2
 class Store:
     def set(self, key, value):
         part = self.file(str(os.getpid()) + key); part.write_text(value); part.rename(self.file(key))
@@ -340,10 +343,11 @@ def test_all_ranks_leave_after_the_same_vote() -> None:
         assert len({votes for votes, _ in left}) == 1, left
 
 
-def test_leaving_waits_for_the_others_but_not_for_ever() -> None:
-    """A rank that leaves alone is held up for the two seconds of grace; the last one not at all."""
+def test_leaving_waits_for_the_others_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that leaves alone is held up for its grace; the last one not at all."""
     import torch.distributed as dist
 
+    monkeypatch.setattr(drain, "_LEAVE_SECONDS", 0.5)
     store = dist.HashStore()
     first, last = build(store, 0), build(store, 1)
     waited = []
@@ -355,7 +359,7 @@ def test_leaving_waits_for_the_others_but_not_for_ever() -> None:
 
     leave(first)
     leave(last)
-    assert waited[0] > 1.5
+    assert waited[0] > 0.4
     assert waited[1] < waited[0]
 
 
@@ -389,11 +393,11 @@ say("left")
 
 def test_the_timeout_ends_a_rank_that_cannot_leave(start: Start) -> None:
     """A training thread stuck in a C call does not keep the timeout from running: the reason is told, status 0."""
-    process = start("made = drain(1.5); vote(made); say('ready'); block()")
+    process = start("made = drain(0.5); vote(made); say('ready'); block()")
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0
-    assert output == "abandoned: fault_tolerance.drain_timeout_seconds (1.5 s) is over\n"
+    assert output == "abandoned: fault_tolerance.drain_timeout_seconds (0.5 s) is over\n"
     assert "drain_timeout_seconds" in errors
 
 
@@ -411,7 +415,6 @@ def test_before_the_first_vote_nothing_is_waited_for(start: Start, tmp_path: Pat
 def test_a_second_sigterm_ends_at_once(start: Start) -> None:
     """The same request from two senders is one; a second one later ends the process, whatever it is doing."""
     process = start("""
-import titan_ft.engine.drain
 titan_ft.engine.drain._ONE_REQUEST_SECONDS = 3.0  # a busy machine may take long between the two
 made = drain(1000); vote(made); say("ready")
 while not made.requested: time.sleep(0.001)
@@ -476,7 +479,7 @@ def test_a_dead_sibling_ends_a_rank_at_once(start: Start, reaped: bool) -> None:
 def test_a_sibling_that_left_is_not_taken_for_dead(start: Start) -> None:
     """A rank that is slow to leave is not cut short by the end of one that left in order."""
     sibling = start("made = drain(1000, 1, 2); say('ready'); sys.stdin.readline(); made.leave()")
-    process = start("made = drain(2, 0, 2); made.before_vote(lambda: True); say('ready'); block()")
+    process = start("made = drain(1, 0, 2); made.before_vote(lambda: True); say('ready'); block()")
     sibling.communicate("\n", timeout=DEADLINE)
     assert sibling.returncode == 0
     process.send_signal(signal.SIGTERM)

@@ -158,7 +158,7 @@ ctypes.PyDLL(None).sleep(60)  # keeps the GIL
 """
 
 
-def test_a_peer_that_is_busy_can_be_reached() -> None:
+def test_a_peer_that_is_busy_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread of a process whose GIL is held answers: that is no matter of the network, however long it lasts."""
     command = [sys.executable, "-c", BUSY, TOKEN]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
@@ -173,6 +173,7 @@ def test_a_peer_that_is_busy_can_be_reached() -> None:
             peer.stdin.write("\n")
             peer.stdin.flush()
             assert peer.stdout.readline() == "busy\n"
+            monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
             assert (probe(peers), probe.find_answering(peers)) == ({}, [])
             server.close()
         finally:
