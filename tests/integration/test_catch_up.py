@@ -132,9 +132,10 @@ def test_others_wait_by_choice(make_job: Callable[..., Job]) -> None:
     assert not named(events, "catch_up_waiting")
     healed = check_contributes_at_once(events, 1)
     (waiting,) = of(events, 0, "waiting")
-    assert waiting["step"] == healed["from_step"] + 1
-    # The update of the round in which the donor heard of the joiner, and the one that was held back.
-    assert healed["replayed"] == 2
+    # A donor whose offer is ready at the joiner's first round waits in that round, else in the next one. The joiner
+    # replays the update that was held back, and any that was made before it.
+    assert waiting["step"] - healed["from_step"] in (0, 1)
+    assert healed["replayed"] == waiting["step"] + 1 - healed["from_step"]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.links import pace
 from benchmarks.member_facts import MemberFacts, exchange_with
+from tests.replica.conftest import wait_until
 from titan_ft.device import local_shard
 from titan_ft.gradients import exchange, operations
 from titan_ft.gradients.bucket import BucketState, Gradient, partition
@@ -1127,6 +1128,8 @@ def test_bytes_on_the_wire_are_counted(ring: Ring, quantize: bool) -> None:
 
     def die(*arguments: Any) -> Any:
         if quantize or arguments[0][0].numel() == full:
+            # An abort before the others give their gradients would break them off with nothing sent.
+            wait_until(lambda: all(rank.exchange._flight.wire_bytes for rank in ranks), "all give")
             ranks[0].seat.process_group.abort()
         return make(*arguments)
 
