@@ -76,7 +76,7 @@ def test_every_view_counts_the_same_faults(events: list[Event]) -> None:
             families = list(text_string_to_metric_families(response.read().decode()))
     finally:
         server.close()
-    assert (run.faults.num_injected, dict(run.faults.by_kind)) == (TOTAL, KINDS)
+    assert (run.fold.faults.num_injected, dict(run.fold.faults.by_kind)) == (TOTAL, KINDS)
     assert f"faults {TOTAL}" in text_of(frame(run, "a run", 1e9 + 20.0, Screen(200)))
     samples = [sample for family in families for sample in family.samples]
     served = {s.labels["fault"]: s.value for s in samples if s.name == "titan_ft_faults_injected_total" and s.value}

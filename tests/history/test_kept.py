@@ -223,7 +223,8 @@ def test_top_shows_a_reduced_run_as_the_whole_one(tmp_path: Path) -> None:
     assert shown.groups == whole.groups
     assert list(shown.lines) == list(whole.lines)
     assert shown.losses.points == whole.losses.points
-    assert (shown.steps.num_committed, shown.steps.num_attempted) == (NUM_STEPS * 2 + 3, whole.steps.num_attempted)
+    steps = shown.fold.steps
+    assert (steps.num_committed, steps.num_attempted) == (NUM_STEPS * 2 + 3, whole.fold.steps.num_attempted)
     assert shown.outcome == whole.outcome
 
 

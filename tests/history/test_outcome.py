@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titan_ft.history.check import check
-from titan_ft.history.fold import fold_events
+from titan_ft.history.fold.run import fold_events
 from titan_ft.history.notes import find_notes
 from titan_ft.history.outcome import Outcome, decide_outcome, find_outcome
 from titan_ft.history.record import RunRecord

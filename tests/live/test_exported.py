@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.event_builder import build
 from titan_ft.live import ALERTS, DASHBOARD, status
 from titan_ft.live.metrics import MetricsServer
+from titan_ft.live.run_status import RunStatus
 from titan_ft.run import events as ev
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def exported() -> dict[str, tuple[str, tuple[str, ...], str]]:
     server = MetricsServer(0, run={"run_dir": "/runs/a"})
     try:
         server.observe(build(ev.ChaosStarted))
-        server.update(status.initial(1))
+        server.update(RunStatus(1).groups)
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(server.url, timeout=30) as response:
             families = list(text_string_to_metric_families(response.read().decode()))
     finally:

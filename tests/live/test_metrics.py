@@ -25,6 +25,7 @@ from titan_ft.faults.catalogue import FAULTS
 from titan_ft.live import status
 from titan_ft.live.group_metrics import GroupMetrics
 from titan_ft.live.metrics import FAILURE_CAUSES, MetricsServer, split_address
+from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status import STATES
 from titan_ft.run.log import encode
 from titan_ft.run.paths import RunPaths
@@ -142,7 +143,7 @@ def test_failures_and_recoveries(server: MetricsServer) -> None:
 def test_failures_of_all_kinds_are_there_from_the_start(server: MetricsServer) -> None:
     """Each kind begins with 0 for each group, so that Prometheus sees the first increase; a rare one is "other", and
     no series shows up later."""
-    server.update(status.initial(2))
+    server.update(RunStatus(2).groups)
     before = scrape(server)
     failures = {key: count for key, count in before.items() if key[0] == "titan_ft_failures_total"}
     assert len(failures) == 2 * (len(FAILURE_CAUSES) + 1)
@@ -200,19 +201,20 @@ def test_rounds_and_steps(server: MetricsServer) -> None:
 
 def test_step_time_of_each_group(server: MetricsServer) -> None:
     """A gauge of its own time for each group, without the exchange; a group that is gone has none."""
-    groups = status.initial(2)
+    run = RunStatus(2)
     for own, replica in ((0.5, 0), (2.0, 1)):
-        groups = status.fold(groups, step(1, replica, compute_seconds=own, apply_seconds=0.25))
-    server.update(groups)
+        run.observe(step(1, replica, compute_seconds=own, apply_seconds=0.25))
+    server.update(run.groups)
     found = scrape(server)
     assert [value(found, "group_step_seconds", replica=each) for each in "01"] == [0.75, 2.25]
-    server.update(status.fold(groups, event("worker_exited", 1, signal="SIGKILL", stopped=False)))
+    run.observe(event("worker_exited", 1, signal="SIGKILL", stopped=False))
+    server.update(run.groups)
     assert math.isnan(value(scrape(server), "group_step_seconds", replica="1"))
 
 
 def test_no_series_of_when_a_counter_was_made(server: MetricsServer) -> None:
     """`_created` series double what is stored, for nothing."""
-    server.update(status.initial(1))
+    server.update(RunStatus(1).groups)
     server.observe(step(1))
     with NO_PROXY.open(server.url, timeout=30) as response:
         text = response.read().decode()
@@ -247,9 +249,10 @@ def test_what_all_groups_see_counts_once(server: MetricsServer) -> None:
 
 def test_state_of_each_group(server: MetricsServer) -> None:
     """Each group has 1 at the state that it is in and 0 at all others; what it may count later begins with 0."""
-    groups = status.initial(2)
-    server.update(groups)
-    server.update(status.fold(groups, step(1, replica=1)))
+    run = RunStatus(2)
+    server.update(run.groups)
+    run.observe(step(1, replica=1))
+    server.update(run.groups)
     found = scrape(server)
     for replica, state in (("0", "waiting"), ("1", "training")):
         states = {name: value(found, "group_state", replica=replica, state=name) for name in STATES}

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build, named
+from titan_ft.history.fold.group import GroupFold, GroupState
+from titan_ft.history.fold.run import fold_events
 from titan_ft.history.terminal import text_of
 from titan_ft.live import status
 from titan_ft.live.group_table import group_table
@@ -19,7 +21,7 @@ from titan_ft.run.events import (
     EventsDropped,
     GroupBack,
     GroupLost,
-    LaunchStarted,
+    LaunchStopping,
     ReplicaRestarted,
     SpareTookOver,
     WorkerStarted,
@@ -33,6 +35,13 @@ def event(name: str, replica: int = 0, rank: int = 0, attempt: int = 0, **fields
 
 def step(number: int, replica: int = 0, participants: tuple[int, ...] = (0, 1), **fields: Any) -> Any:
     return event("step_committed", replica, step=number, loss=2.5, participants=list(participants), **fields)
+
+
+def run_after(num_groups: int, *events: Any) -> RunStatus:
+    run = RunStatus(num_groups)
+    for each in events:
+        run.observe(each)
+    return run
 
 
 STORY = [
@@ -61,12 +70,11 @@ STORY = [
 
 def test_story_of_a_run() -> None:
     """One line per change worth telling, and the state of each group follows."""
-    groups, lines, states = status.initial(2), [], []
+    run, lines, states = RunStatus(2), [], []
     for each in STORY:
-        before, groups = groups, status.fold(groups, each)
-        line = status.describe(before, groups, each)
+        line = run.observe(each)
         lines += [line] if line else []
-        states.append(groups[1].state)
+        states.append(run.groups[1].state)
     assert lines == [
         "group 0 joined: 2 of 2 groups are there",
         "group 1 joined: 2 of 2 groups are there",
@@ -79,58 +87,79 @@ def test_story_of_a_run() -> None:
         "group 1 finished at step 3",
     ]
     assert list(dict.fromkeys(states)) == ["waiting", "starting", "joined", "training", "died", "healing", "finished"]
-    assert groups[1] == status.GroupStatus(
+    assert run.groups[1] == status.GroupStatus(
         1, "finished", 3, 2.5, (0, 1), attempt=1, restarts=1, own_seconds=0.0, donor=0
     )
 
 
 def test_late_events_of_an_old_attempt_are_ignored() -> None:
     """What a dead worker wrote last cannot bring its group back to life."""
-    groups = status.initial(2)
-    groups = status.fold(groups, build(ReplicaRestarted, replica=0, attempt=1))
-    assert status.fold(groups, step(7)) == groups
-    assert status.describe(groups, groups, event("training_finished", 0, step=3)) is None
+    run = run_after(2, build(ReplicaRestarted, replica=0, attempt=1))
+    before = run.groups
+    run.observe(step(7))
+    assert run.observe(event("training_finished", 0, step=3)) is None
+    assert run.groups == before
+
+
+@pytest.mark.parametrize("late", [step(8), event("joined", participants=[0]), event("heal_started", donor=1)])
+def test_late_events_of_a_dead_attempt_are_no_life(late: Any) -> None:
+    """The agent has seen the worker end; a line that the worker wrote before comes later through a network file system.
+
+    The group would be shown as training until its restart, and a launcher would take it for one that lives.
+    """
+    run = run_after(2, step(7), event("worker_exited", signal="SIGKILL", stopped=False), late)
+    assert run.groups[0].state == "died"
 
 
 def test_other_ranks_and_strangers_change_nothing() -> None:
-    """Only rank 0 speaks for its group; events without a known replica are not about a group."""
-    groups = status.initial(1)
-    for each in (event("step_committed", rank=1, step=1), step(1, replica=5), build(LaunchStarted)):
-        assert status.fold(groups, each) == groups
-        assert status.describe(groups, groups, each) is None
+    """Only rank 0 speaks for its group; another group's commit is none of this one's."""
+    for each in (event("step_committed", rank=1, step=1), step(1, replica=5)):
+        run = RunStatus(1)
+        before = run.groups[0]
+        assert run.observe(each) is None
+        assert run.groups[0] == before
 
 
 def test_group_given_up() -> None:
     """A group that failed for good says why and where to look, and stays failed."""
-    groups = status.initial(1)
+    run = RunStatus(1)
     given_up = event(
         "replica_gave_up", reason="rank 0 ended with exit status 1; no restart left", log="/l", error="E: x"
     )
-    after = status.fold(groups, given_up)
-    assert after[0].state == "failed"
-    assert status.describe(groups, after, given_up) == (
-        "group 0 failed: rank 0 ended with exit status 1; no restart left; /l: E: x"
-    )
-    assert status.fold(after, event("worker_exited", code=1))[0].state == "failed"
+    assert run.observe(given_up) == ("group 0 failed: rank 0 ended with exit status 1; no restart left; /l: E: x")
+    assert run.groups[0].state == "failed"
+    run.observe(event("worker_exited", code=1))
+    assert run.groups[0].state == "failed"
+
+
+@pytest.mark.parametrize("worker_died", [False, True])
+def test_end_of_an_agent_without_another(worker_died: bool) -> None:
+    """Nobody starts the group again: it is failed at once, and the reason stands in one line only."""
+    run = run_after(2, event("worker_started"), step(1))
+    if worker_died:
+        run.observe(event("worker_exited", signal="SIGKILL", stopped=False))
+    ended = event("agent_ended", reason="its agent was killed by SIGKILL", restarts=False, signal="SIGKILL")
+    run.observe(ended)
+    assert run.groups[0].state == "failed"
+    gave_up = event("replica_gave_up", reason=f"{ended.reason}; no restart left", log="/l", error=ended.reason)
+    if not worker_died:
+        assert run.observe(gave_up) == "group 0 failed: its agent was killed by SIGKILL; no restart left"
 
 
 @pytest.mark.parametrize("kind", list(kinds()), ids=lambda kind: kind.__name__)
 def test_every_event_has_a_line_or_none(kind: type[Event]) -> None:
     """A person gets one line of it at most."""
-    groups = status.fold(status.initial(3), step(7, 1))
+    run = run_after(3, step(7, 1))
     fields = {"replica": 1, "error": "E: gone", "reason": "full", "slots": [0, 2], "ranks": [1]}
-    told = build(kind, **{name: text for name, text in fields.items() if name in kind.__struct_fields__})
-    line = status.describe(groups, status.fold(groups, told), told)
+    line = run.observe(build(kind, **{name: text for name, text in fields.items() if name in kind.__struct_fields__}))
     assert line is None or (line and "\n" not in line)
 
 
 @pytest.mark.parametrize("name", ["straggler", "digest_mismatch", "gradient_excluded", "rolled_back", "waiting"])
 def test_what_all_groups_see_is_told_once(name: str) -> None:
     """Of the groups that train, the first one tells what each of them finds."""
-    groups = status.initial(3)
-    for replica in (1, 2):
-        groups = status.fold(groups, step(7, replica))
-    lines = [status.describe(groups, groups, event(name, replica)) for replica in (1, 2)]
+    run = run_after(3, step(7, 1), step(7, 2))
+    lines = [run.observe(event(name, replica)) for replica in (1, 2)]
     assert lines[0]
     assert lines[1] is None
 
@@ -161,9 +190,9 @@ def chaos(name: str, fault: str, target: Any, **fields: Any) -> Any:
 )
 def test_faults_are_told_and_remembered(told: Any, line: str, hit: list[int]) -> None:
     """Each fault is one line, whoever writes it; the groups that it hits remember the last one and its time."""
-    groups = status.fold(status.initial(3), event("replica_restarted", 0, attempt=5))
-    after = status.fold(groups, told)
-    assert status.describe(groups, after, told) == line
+    run = run_after(3, event("replica_restarted", 0, attempt=5))
+    assert run.observe(told) == line
+    after = run.groups
     assert [replica for replica, group in after.items() if group.fault] == hit
     assert all((after[replica].fault, after[replica].fault_time) == (told.fault, 9.0) for replica in hit)
 
@@ -171,25 +200,27 @@ def test_faults_are_told_and_remembered(told: Any, line: str, hit: list[int]) ->
 @pytest.mark.parametrize("fault", ["network_dead", "link_dead"])
 def test_fault_of_a_whole_group_is_told_once(fault: str) -> None:
     """Where the agents of all ranks tell, one line is enough; of a fault of one rank, its own agent tells."""
-    groups = status.initial(3)
+    run = RunStatus(3)
     whole = [
         chaos("fault_injected", fault, {"replica": 2, "rank": rank}, replica=2, rank=rank, attempt=0) for rank in (1, 0)
     ]
-    assert [status.describe(groups, groups, each) for each in whole] == [None, f"fault: {fault} on group 2"]
+    assert [run.observe(each) for each in whole] == [None, f"fault: {fault} on group 2"]
     single = chaos("fault_injected", "segfault", {"replica": 2, "rank": 1}, replica=2, rank=1, attempt=0)
-    assert status.describe(groups, groups, single) == "fault: segfault on group 2, rank 1"
+    assert run.observe(single) == "fault: segfault on group 2, rank 1"
 
 
 def test_own_part_of_a_step() -> None:
     """A group's own seconds are those without the exchange; after its death it has none until it commits again."""
-    groups = status.initial(1)
-    assert groups[0].own_seconds is None
-    timed = step(2, seconds=2.0, exchange_seconds=0.5, compute_seconds=1.0, apply_seconds=0.25, own_loss=2.25)
-    groups = status.fold(groups, timed)
-    assert (groups[0].own_seconds, groups[0].own_loss, groups[0].loss) == (1.25, 2.25, 2.5)
-    groups = status.fold(groups, event("worker_exited", signal="SIGKILL", stopped=False))
-    assert groups[0].own_seconds is None
-    assert status.fold(groups, step(3, compute_seconds=1.0))[0].own_seconds == 1.0
+    run = RunStatus(1)
+    assert run.groups[0].own_seconds is None
+    run.observe(step(2, seconds=2.0, exchange_seconds=0.5, compute_seconds=1.0, apply_seconds=0.25, own_loss=2.25))
+    group = run.groups[0]
+    assert (group.own_seconds, group.own_loss, group.loss) == (1.25, 2.25, 2.5)
+    run.observe(event("worker_exited", signal="SIGKILL", stopped=False))
+    assert run.groups[0].own_seconds is None
+    run.observe(event("worker_started", attempt=1))
+    run.observe(step(3, attempt=1, compute_seconds=1.0))
+    assert run.groups[0].own_seconds == 1.0
 
 
 @pytest.mark.parametrize(
@@ -202,59 +233,77 @@ def test_own_part_of_a_step() -> None:
 )
 def test_group_that_starts_shows_no_stale_numbers(begins: Any) -> None:
     """What an attempt has made is nothing that the next one has: not its step, its losses, its time, its donor."""
-    groups = status.fold(status.initial(2), event("heal_started", donor=1, from_step=6))
-    groups = status.fold(groups, step(7, own_loss=2.0, compute_seconds=1.0))
-    died = status.fold(groups, event("worker_exited", signal="SIGKILL", stopped=False))[0]
+    run = run_after(2, event("heal_started", donor=1, from_step=6), step(7, own_loss=2.0, compute_seconds=1.0))
+    run.observe(event("worker_exited", signal="SIGKILL", stopped=False))
+    died = run.groups[0]
     assert (died.step, died.loss, died.own_loss, died.own_seconds) == (7, None, None, None)
-    starts = status.fold({0: died}, begins)[0]
+    run.observe(begins)
+    starts = run.groups[0]
     assert (starts.step, starts.loss, starts.own_loss, starts.own_seconds, starts.donor) == (None,) * 5
     assert (starts.state, starts.attempt, starts.participants) == ("starting", 1, ())
 
 
 def test_step_of_a_group_that_is_back() -> None:
     """With the state that it has fetched or loaded a group has its step again."""
-    groups = status.fold(status.initial(1), event("heal_finished", donor=1, step=12))
-    assert (groups[0].state, groups[0].step) == ("joined", 12)
-    assert status.fold(status.initial(1), event("checkpoint_loaded", step=40))[0].step == 40
+    group = run_after(1, event("heal_finished", donor=1, step=12)).groups[0]
+    assert (group.state, group.step) == ("joined", 12)
+    assert run_after(1, event("checkpoint_loaded", step=40)).groups[0].step == 40
 
 
 def test_worker_tells_its_host_and_attempt() -> None:
     """A run that is resumed starts with a later attempt; each attempt may be on another host."""
-    groups = status.fold(status.initial(1), event("worker_started", attempt=4, host="node03"))
-    assert (groups[0].attempt, groups[0].host, groups[0].restarts) == (4, "node03", 0)
+    group = run_after(1, event("worker_started", attempt=4, host="node03")).groups[0]
+    assert (group.attempt, group.host, group.restarts) == (4, "node03", 0)
+
+
+def test_a_group_starts_with_its_first_worker() -> None:
+    """Rank 1 may be there first; rank 0, which comes while the group has joined already, is no other start."""
+    run = run_after(1, event("worker_started", rank=1, attempt=2))
+    assert (run.groups[0].state, run.groups[0].attempt) == ("starting", 2)
+    run.observe(event("worker_started", rank=0, attempt=2))
+    run.observe(event("joined", attempt=2, participants=[0]))
+    run.observe(event("worker_started", rank=2, attempt=2))
+    assert (run.groups[0].state, run.fold.groups[0].num_starts) == ("joined", 1)
 
 
 def test_a_group_that_comes_when_all_is_over_has_finished() -> None:
     """It is in no view as one that starts, or that did not leave in order."""
-    groups = status.fold(status.initial(2), event("came_too_late", 1, step=3))
-    assert groups[1].state == status.FINISHED
+    assert run_after(2, event("came_too_late", 1, step=3)).groups[1].state == status.FINISHED
 
 
 def test_drained_group_has_not_died() -> None:
     """Asked to leave, a group still commits its step; then it is drained, whatever its processes' ends are."""
-    groups = status.draining(status.fold(status.initial(2), event("training_finished", 1, step=3)))
-    assert [group.state for group in groups.values()] == ["draining", "finished"]
-    groups = status.fold(groups, step(4))
-    assert (groups[0].state, groups[0].step) == ("draining", 4)
+    run = run_after(2, event("training_finished", 1, step=3), build(LaunchStopping))
+    assert [group.state for group in run.groups.values()] == ["draining", "finished"]
+    run.observe(step(4))
+    assert (run.groups[0].state, run.groups[0].step) == ("draining", 4)
     for each in (
         event("drained", step=4, reason="SIGTERM"),
         event("worker_exited", rank=0, code=0, stopped=True),
         event("worker_exited", rank=1, signal="SIGKILL", stopped=True),
     ):
-        groups = status.fold(groups, each)
-        assert groups[0].state == "drained"
-    died = status.fold(groups, event("worker_exited", rank=1, signal="SIGSEGV", stopped=False))
-    assert died[0].state == "died"
+        run.observe(each)
+        assert run.groups[0].state == "drained"
+    run.observe(event("worker_exited", rank=1, signal="SIGSEGV", stopped=False))
+    assert run.groups[0].state == "died"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_group_whose_workers_the_agent_ends_is_stopped(asked: bool) -> None:
+    """It has not died, whether the launcher had asked it to leave or the agent was told to end."""
+    run = run_after(2, step(4), *([build(LaunchStopping)] if asked else []))
+    run.observe(event("worker_exited", signal="SIGKILL", stopped=True))
+    assert (run.groups[0].state, run.groups[0].loss) == ("stopped", None)
 
 
 def test_spare_brings_a_lost_group_back() -> None:
     """A group that gave up starts again when a spare takes over; the attempt is the spare's, one restart is counted."""
-    groups = status.fold(status.initial(1), event("replica_gave_up", reason="no restart left"))
+    run = run_after(1, event("replica_gave_up", reason="no restart left"))
     took = build(SpareTookOver, replica=0, attempt=4)
-    after = status.fold(groups, took)
-    assert status.describe(groups, after, took) == "group 0: a spare takes its place (attempt 4)"
-    after = status.fold(after, event("replica_restarted", attempt=4))
-    assert (after[0].state, after[0].attempt, after[0].restarts) == ("starting", 4, 1)
+    assert run.observe(took) == "group 0: a spare takes its place (attempt 4)"
+    run.observe(event("replica_restarted", attempt=4))
+    group = run.groups[0]
+    assert (group.state, group.attempt, group.restarts) == ("starting", 4, 1)
 
 
 def test_plain_view_limits_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,10 +348,8 @@ def test_the_exception_is_told_once() -> None:
         event("worker_exited", code=1, reason="rank 0 ended with exit status 1", error="DistStoreError: y", log="/m"),
         event("replica_gave_up", reason="no restart left", log="/l", error="E: x"),
     ]
-    groups, lines = status.initial(1), []
-    for each in ends:
-        before, groups = groups, status.fold(groups, each)
-        lines.append(status.describe(before, groups, each))
+    run = RunStatus(1)
+    lines = [run.observe(each) for each in ends]
     assert lines == [
         "group 0 died: E: x; rank 1 ended with exit status 1; see /l",
         None,
@@ -320,7 +367,7 @@ def test_rounds_are_told_with_the_steps_of_torchtitan() -> None:
 
     A checkpoint is named by torchtitan's step in any case.
     """
-    groups = status.fold(status.initial(2), event("worker_started", config=ROUNDS))
+    started = event("worker_started", config=ROUNDS)
     for told, line in [
         (event("heal_started", donor=1, from_step=3), "group 0 healing from group 1 at round 3 (step 30)"),
         (event("drained", step=4, reason="SIGTERM"), "group 0 left after round 4 (step 40) (SIGTERM)"),
@@ -331,10 +378,12 @@ def test_rounds_are_told_with_the_steps_of_torchtitan() -> None:
         ),
         (event("checkpoint_saved", step=40, seconds=2.0), "group 0 saved the checkpoint of step 40 in 2.0 s"),
     ]:
-        assert status.describe(groups, status.fold(groups, told), told) == line
-    assert status.fold(groups, event("checkpoint_loaded", step=40))[0].step == 4
-    restarted = status.fold(groups, event("worker_started", attempt=1))  # of a trainer that tells no config
-    assert restarted[0].unit == groups[0].unit
+        assert run_after(2, started).observe(told) == line
+    run = run_after(2, started, event("checkpoint_loaded", step=40))
+    assert run.groups[0].step == 4
+    unit = run.groups[0].unit
+    run.observe(event("worker_started", attempt=1))  # of a trainer that tells no config
+    assert run.groups[0].unit == unit
 
 
 def test_progress_in_rounds() -> None:
@@ -351,9 +400,10 @@ def test_progress_in_rounds() -> None:
 
 def test_own_seconds_are_those_of_a_step() -> None:
     """A group that made few steps of a round is not faster for that; one that made none has no pace."""
-    groups = status.initial(3)
+    run = RunStatus(3)
     for replica, (made, seconds) in enumerate(((10, 5.0), (2, 1.0), (0, 0.0))):
-        groups = status.fold(groups, step(4, replica, inner_step=40, inner_steps=made, compute_seconds=seconds))
+        run.observe(step(4, replica, inner_step=40, inner_steps=made, compute_seconds=seconds))
+    groups = run.groups
     assert [groups[replica].own_seconds for replica in range(3)] == [0.5, 0.5, None]
 
 
@@ -393,7 +443,7 @@ def test_steps_that_come_late_are_no_step_back() -> None:
         assert run.observe(step(number, time=time, lineage=f"{number:012x}")) is None
     for number, time in ((3, 3.0), (4, 4.0)):
         assert run.observe(step(number, replica=1, time=time, lineage=f"{number:012x}")) is None
-    assert (run.step, run.steps.num_committed) == (5, 5)
+    assert (run.step, run.fold.steps.num_committed) == (5, 5)
     line = run.observe(step(4, time=6.0, lineage="feed"))
     assert line == "training went back to step 3: steps 4 to 5 are made again"
 
@@ -413,10 +463,7 @@ def test_whom_a_group_waits_for() -> None:
     """The longest wait of its last step; of one that cannot be committed, the group that it needs."""
 
     def waited(*told: Any) -> tuple[int, str] | None:
-        groups = status.initial(2)
-        for each in (event("worker_started"), *told):
-            groups = status.fold(groups, each)
-        wait = groups[0].waited
+        wait = run_after(2, event("worker_started"), *told).groups[0].waited
         return None if wait is None else (wait.slot, wait.why)
 
     long, short = {"slot": 1, "seconds": 0.5, "why": "lost"}, {"slot": 1, "seconds": 0.1, "why": "computing"}
@@ -434,20 +481,35 @@ def lost(time: float, slot: int = 1, seconds: float = 10.0, last_step: int | Non
 @pytest.mark.parametrize(
     ("state", "quiet", "silent", "expected"),
     [
-        (status.TRAINING, 10.0, 10.0, True),
-        (status.HEALING, 10.0, 10.0, True),
-        (status.TRAINING, 1.0, 10.0, False),  # it writes events: it is only cut off
-        (status.STARTING, 12.0, 10.0, False),  # its agent restarts it
-        (status.DIED, 12.0, 10.0, False),
-        (status.STARTING, 400.0, 400.0, True),  # its host was lost in the midst of that
-        (status.DRAINED, 400.0, 400.0, False),
-        (status.FINISHED, 400.0, 400.0, False),
-        (status.FAILED, 400.0, 400.0, False),
+        ("training", 10.0, 10.0, True),
+        ("healing", 10.0, 10.0, True),
+        ("joined", 10.0, 10.0, True),
+        ("training", 1.0, 10.0, False),  # it writes events: it is only cut off
+        ("starting", 12.0, 10.0, False),  # its agent restarts it
+        ("died", 12.0, 10.0, False),
+        ("starting", 400.0, 400.0, True),  # its host was lost in the midst of that
+        ("left", 400.0, 400.0, False),
+        ("finished", 400.0, 400.0, False),
+        ("given up", 400.0, 400.0, False),
     ],
 )
-def test_who_is_lost(state: str, quiet: float, silent: float, expected: bool) -> None:
+def test_who_is_lost(state: GroupState, quiet: float, silent: float, expected: bool) -> None:
     """What a survivor does not hear of is judged by what the group itself wrote last."""
-    assert status.is_lost(state, quiet, silent) == expected
+    group = GroupFold(1, state, last_event=100.0)
+    assert (group.find_silence(lost(100.0 + quiet, seconds=silent)) is not None) == expected
+
+
+def test_check_and_top_agree_on_who_is_lost() -> None:
+    """A group that waits for a quorum is lost like one that trains, and so is one that the others ended without.
+
+    `top` and `check` had a rule each: they named different groups as lost.
+    """
+    joined = [event("worker_started", 1, time=1.0), event("joined", 1, time=2.0, participants=[1])]
+    run = run_after(2, *joined, lost(12.0))
+    assert (run.groups[1].state, fold_events([*joined, lost(12.0)]).groups[1].silence is not None) == ("lost", True)
+    ended = event("ended_without", time=73.0, slots=[1], seconds=60.0)
+    run = run_after(2, event("worker_started", 1, time=70.0), ended)
+    assert (run.groups[1].state, run.fold.groups[1].silence is not None) == ("lost", True)
 
 
 def test_lost_group_is_named_and_shown_until_it_is_back() -> None:

@@ -28,8 +28,9 @@ from rich.console import Console
 
 from tests.event_builder import build, like, named
 from titan_ft.config import ConfigError
-from titan_ft.history.attempts import InjectedFaults
-from titan_ft.live.run_status import MAX_POINTS, CommittedSteps, LossCourse, RunStatus
+from titan_ft.history.fold.faults import InjectedFaults
+from titan_ft.history.fold.steps import CommittedSteps
+from titan_ft.live.run_status import MAX_POINTS, LossCourse, RunStatus
 from titan_ft.live.top import FollowedRun, top
 from titan_ft.live.top_view import Screen, frame, sparkline
 from titan_ft.run.events import ChangedField, Event, Target
@@ -418,7 +419,8 @@ def test_second_launch_in_the_folder() -> None:
     run.observe(event("worker_started", 1, 0, 101.0, attempt=2))
     run.observe(step(31, 1, 102.0, attempt=2))
     assert not run.end
-    assert (run.restarts, run.faults.num_injected, run.steps.num_committed, run.elapsed(105.0)) == (0, 0, 1, 5.0)
+    fold = run.fold
+    assert (run.restarts, fold.faults.num_injected, fold.steps.num_committed, run.elapsed(105.0)) == (0, 0, 1, 5.0)
     assert (run.groups[1].state, run.groups[1].attempt) == ("training", 2)
     assert run.losses.points == [9.0 - number for number in range(1, 32)]
 
@@ -480,7 +482,7 @@ def test_launcher_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "config.toml").touch()
     run = FollowedRun(tmp_path).poll()
     assert not run.launcher_gone  # the lock may be known on the launcher's own host only
-    later = run.last + 120
+    later = run.fold.last_event + 120
     monkeypatch.setattr(time, "time", lambda: later)
     gone = FollowedRun(tmp_path).poll()
     line = "End unknown, the launcher is gone: last at step 1; no event for 2:00; 2 groups x 2 ranks"

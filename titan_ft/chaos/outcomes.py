@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.schedule import Shot
-from titan_ft.history.attempts import InjectedFaults
+from titan_ft.history.fold.faults import InjectedFaults
 from titan_ft.run.events import ChaosFinished, ChaosStarted, FaultInjected, FaultSkipped, FaultUndone, Target
 from titan_ft.run.log import EventLog
 

@@ -54,7 +54,7 @@ class Goodput:
     tokens_per_second: float | None = None
     """Tokens of committed steps per second of the whole time."""
     num_failures: int = 0
-    """See `titan_ft.history.fold`."""
+    """See `titan_ft.history.fold.run`."""
     mean_stall_seconds: float | None = None
     """Over the failures that other groups lived to see; those that stalled nobody count as 0."""
 

@@ -3,9 +3,9 @@
 """Incidents of a run, and what each cost: the one definition of a stall and of its price.
 
 An *incident* is a fault that was injected (one shot that hits several groups is one), a failure that no fault
-explains, or a group's leaving because it was asked to. What a *failure* is says `titan_ft.history.fold`, for every view
-of a run; an incident has none, one or several: a fault that only slows a rank down has none, one shot that kills two
-groups has two. An incident *begins* with the fault; without one, with the last event of
+explains, or a group's leaving because it was asked to. What a *failure* is says `titan_ft.history.fold.run`, for every
+view of a run; an incident has none, one or several: a fault that only slows a rank down has none, one shot that kills
+two groups has two. An incident *begins* with the fault; without one, with the last event of
 the worker that fell silent first, or with the event in which the group says that it leaves. It *reaches* until it is
 over for the others: until the end of its groups is noticed, until the last step that still has their gradients, until
 the fault is undone, or until a lighthouse listens again.
@@ -30,7 +30,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from titan_ft.history.attempts import Attempt, RecordedFault, microseconds
-from titan_ft.history.fold import FailureSpan
+from titan_ft.history.fold.group import FailureSpan
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.usual_steps import UsualSteps
 from titan_ft.run.events import DigestMismatch, Event, HealFinished, LinkDead, PeerSilent, StepCommitted
@@ -67,7 +67,7 @@ class Heal:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure, see `titan_ft.history.fold`, and what it cost."""
+    """A failure, see `titan_ft.history.fold.run`, and what it cost."""
 
     replica: int | None
     """None where an exchange broke and all groups were in its repetition."""

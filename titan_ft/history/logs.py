@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ft.history.fold import Reason
+from titan_ft.history.fold.group import Reason
 from titan_ft.history.notes import name_groups
 from titan_ft.history.outcome import find_outcome
 from titan_ft.history.record import RunRecord

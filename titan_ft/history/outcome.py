@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from titan_ft.history.fold import ENDED, GroupFold, Reason, RunFold
+from titan_ft.history.fold.group import ENDED, GroupFold, Reason
+from titan_ft.history.fold.run import RunFold
 from titan_ft.history.notes import name_groups
 from titan_ft.history.record import RunRecord, view
 from titan_ft.run.error_file import kind_of

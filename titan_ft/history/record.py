@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from titan_ft.history.attempts import Attempt, RecordedFault, is_of_worker, microseconds, read_attempts, read_faults
-from titan_ft.history.fold import RunFold, fold_events
+from titan_ft.history.attempts import Attempt, RecordedFault, microseconds, read_attempts, read_faults
+from titan_ft.history.fold.group import is_of_worker
+from titan_ft.history.fold.run import RunFold, fold_events
 from titan_ft.history.kept import SETTLED_SECONDS, read_reduced
 from titan_ft.history.trajectory import State, chain_to, final_states, read_states
 from titan_ft.history.unit import Unit

@@ -16,8 +16,9 @@ from titan_ft.history.audit import audit
 from titan_ft.history.checks.judgement import count
 from titan_ft.history.crashes import Crash, find_crashes
 from titan_ft.history.digests import Verdict, compare_digests
+from titan_ft.history.fold.hosts import HostFigures
 from titan_ft.history.goodput import count_exchanges, count_wire_bytes, effective_training_time
-from titan_ft.history.hosts import HostFigures, find_hosts, name_range
+from titan_ft.history.hosts import find_hosts, name_range
 from titan_ft.history.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
 from titan_ft.history.outcome import Outcome, find_outcome
 from titan_ft.history.record import RunRecord, view
@@ -105,10 +106,10 @@ class RunSummary:
     failed_checkpoints: list[str] = field(default_factory=list)
     """The saves that failed, each with its reason, in order of time."""
     num_faults: int = 0
-    """Injected faults, see `titan_ft.history.attempts.InjectedFaults`."""
+    """Injected faults, see `titan_ft.history.fold.faults.InjectedFaults`."""
     drains: list[Drain] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    """See `titan_ft.history.fold`."""
+    """See `titan_ft.history.fold.run`."""
     crashes: list[Crash] = field(default_factory=list)
     """The exceptions that ended groups, each once."""
     hosts: list[HostFigures] = field(default_factory=list)

@@ -154,7 +154,7 @@ class LocalRun:
         return code
 
     def _say_how_to_go_on(self) -> None:
-        if {group.state for group in self.status.groups.values()} == {status.FINISHED}:
+        if set(self.status.states.values()) == {status.FINISHED}:
             return
         command, drain = self.plan.resume_command, self.plan.drain_seconds
         for line in describe_stop(self.status, command, saves=self.plan.saves, drain_seconds=drain):
@@ -383,10 +383,11 @@ class LocalRun:
     def _judge(self, event: Event) -> str:
         """Return why an event shows that no further start of a group helps the run; empty for nearly all."""
         match event:
-            case WorkerExited() if event.replica in self.status.groups:
+            case WorkerExited() if event.replica in self.status.fold.groups:
                 over = (status.FAILED, status.FINISHED, status.DRAINED)
-                there = [group.replica for group in self.status.groups.values() if group.state not in over]
-                return self._common_end.observe_exit(event, self.status.groups[event.replica].step or 0, there)
+                there = [slot for slot, state in self.status.states.items() if state not in over]
+                step = self.status.fold.groups[event.replica].held_step or 0
+                return self._common_end.observe_exit(event, step, there)
             case ReplicaGaveUp():
                 # Commits of which no event tells, because the disk is full, are commits all the same.
                 paths = self.plan.paths
@@ -398,12 +399,12 @@ class LocalRun:
         """Start agents that died again, and report those that ended without having said why in an event."""
         for replica, agent in self._agents.items():
             agent.poll()
-            if codes[replica] and self.status.groups[replica].state != status.FAILED:
+            if codes[replica] and self.status.states[replica] != status.FAILED:
                 agent.report_end()
 
     def _end_lost(self, codes: dict[int, int | None]) -> None:
         """Kill groups that are lost once all others have ended: the launch would wait for a frozen group for ever."""
-        states = {replica: group.state for replica, group in self.status.groups.items()}
+        states = self.status.states
         rest = [replica for replica, code in codes.items() if code is None]
         if not rest or status.FINISHED not in states.values() or any(states[r] != status.LOST for r in rest):
             self._only_lost_since = None
@@ -420,12 +421,12 @@ class LocalRun:
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
         """Start a spare in the place of each group that is lost, while there is one; its exit status becomes None."""
         # By the exit status, too: on a full disk the event comes late, or never.
-        states = {replica: group.state for replica, group in self.status.groups.items()}
+        states = self.status.states
         left = [replica for replica, code in codes.items() if code == 0 and states[replica] != status.DRAINED]
         if left or status.FINISHED in states.values():
             return  # nobody would be left to fetch the state from
         for replica, code in codes.items():
-            gave_up = self.status.groups[replica].state == status.FAILED
+            gave_up = states[replica] == status.FAILED
             if self._num_spares and may_replace(code, gave_up):
                 self._num_spares -= 1
                 attempt = self._agents[replica].take_over("a spare takes its place")
@@ -438,7 +439,7 @@ class LocalRun:
             reason = f"{len(failed)} of {self.plan.num_replicas} groups failed: {', '.join(map(str, failed))}"
             self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
             return 1, reason
-        drained = [group.replica for group in self.status.groups.values() if group.state == status.DRAINED]
+        drained = [slot for slot, state in self.status.states.items() if state == status.DRAINED]
         reason = "all groups finished"
         if drained:
             reason = f"all groups finished or left (left: {', '.join(map(str, drained))})"

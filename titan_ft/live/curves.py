@@ -41,7 +41,7 @@ def write_curves(run_dir: Path, folder: Path | None = None) -> int:
     events, tail = follow(paths.events)
     for event in events:
         status.observe(event)
-    if status.launched and not status.end and folder.exists():
+    if status.fold.launched and not status.end and folder.exists():
         raise ConfigError(
             f"--out must be a folder that nobody else writes, got {folder}; the run's launcher does, or did until it "
             "was killed: give another one"

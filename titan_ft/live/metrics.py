@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ft import versions
 from titan_ft.config import ConfigError
-from titan_ft.history.attempts import InjectedFaults
+from titan_ft.history.fold.faults import InjectedFaults
+from titan_ft.history.fold.steps import CommittedSteps
 from titan_ft.live import status
-from titan_ft.live.run_status import CommittedSteps
 from titan_ft.live.status import Groups
 from titan_ft.run import address
 from titan_ft.run import events as ev

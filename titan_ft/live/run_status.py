@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fold a run's events into what is known of the run as a whole; pure."""
+"""What a person sees of a run as a whole: a view of its fold; pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from titan_ft.history.attempts import InjectedFaults
 from titan_ft.history.checks.judgement import count
-from titan_ft.history.fold import RunFold
-from titan_ft.history.hosts import HostsSoFar
+from titan_ft.history.fold.group import ENDED
+from titan_ft.history.fold.run import RunFold
 from titan_ft.history.outcome import Outcome, decide_outcome
 from titan_ft.history.record import SILENT_SECONDS
 from titan_ft.history.terminal import clock
-from titan_ft.history.unit import STEP, Unit
 from titan_ft.live import status
-from titan_ft.live.rank_table import RanksSoFar
 from titan_ft.run import events as ev
 from titan_ft.run.paths import RunPaths
 
@@ -26,7 +23,6 @@ RATE_SECONDS = 60.0
 """The tokens per second are those of this time before the last step."""
 RATE_STEPS = 8
 """But of this many steps at least, as far as there are."""
-MAX_STEPS_REMEMBERED = 4096
 MAX_POINTS = 1024
 """Of the loss's course: more than a terminal has columns."""
 MAX_LINES = 200
@@ -54,31 +50,6 @@ class Line(NamedTuple):
     """Unix seconds."""
     text: str
     severity: ev.Severity
-
-
-class CommittedSteps:
-    """Count each committed step once, whichever of its groups is first."""
-
-    def __init__(self) -> None:
-        self.num_committed = 0
-        self.num_attempted = 0
-        """Exchanges that the committed steps took; of the group with most of them."""
-        self._exchanges: dict[tuple[int, str], int] = {}
-
-    def observe(self, event: ev.StepCommitted) -> tuple[bool, int]:
-        """Take a commit; return whether it is a new step, and how many exchanges it adds to those known.
-
-        The same step number comes again when groups went on from an earlier state; then its lineage differs.
-        """
-        key = (event.step, event.lineage)
-        known, exchanges = self._exchanges.get(key), max(1, event.exchanges)
-        added = max(0, exchanges - (known or 0))
-        self._exchanges[key] = max(exchanges, known or 0)
-        if len(self._exchanges) > MAX_STEPS_REMEMBERED:
-            del self._exchanges[next(iter(self._exchanges))]
-        self.num_committed += known is None
-        self.num_attempted += added
-        return known is None, added
 
 
 class LossCourse:
@@ -119,82 +90,59 @@ class RunStatus:
     def __init__(self, num_replicas: int = 0) -> None:
         self.losses = LossCourse()
         """Of the committed steps, as far as it is known and finite."""
-        self.fold = RunFold()
-        """What became of the groups, and their failures; it begins anew by itself."""
-        self._begin(num_replicas)
+        self.fold = RunFold(num_replicas)
+        self._begin()
 
-    def _begin(self, num_replicas: int) -> None:
-        self.groups = status.initial(num_replicas)
-        self.num_ranks = 0
-        """Ranks of each group; 0 where there is no launcher."""
-        self.steps = CommittedSteps()
-        self.step: int | None = None
-        """The last commit: a step, or a round."""
-        self.unit = STEP
-        """What one commit stands for."""
-        self.target: int | None = None
-        """torchtitan's step that is to be the last one; None if unknown."""
-        self.loss: float | None = None
-        self.participants: tuple[int, ...] = ()
-        self.faults = InjectedFaults()
-        self.num_lighthouse_restarts = 0
-        self.hosts = HostsSoFar()
-        self.ranks = RanksSoFar()
+    def _begin(self) -> None:
         self.lines: deque[Line] = deque(maxlen=MAX_LINES)
         """What happened."""
-        self.started: float | None = None
-        """Unix seconds of the first event; None before it."""
-        self.last = 0.0
-        """Unix seconds of the last one."""
-        self.code: int | None = None
-        """The launcher's exit status, once it has ended."""
-        self.saving: int | None = None
-        """torchtitan's step that a group saves before it leaves, until its checkpoint is complete."""
-        self.save_error = ""
-        """Why the run cannot go on from a later step than that of the latest checkpoint; empty if none was saved."""
-        self._checkpoints: dict[int, float] = {}
-        """Steps of the checkpoints to go on from, with the Unix seconds since which each was there."""
-        self._started: dict[int, float] = {}
-        """Unix seconds of the last start of each group's workers."""
-        self._reason = ""
-        self.launched = False
-        """Whether a launcher watches over it."""
         self.launcher_gone = False
         """Whether its launcher has ended without a word; to be set by who can see that."""
         self.num_cut = 0
         """Processes whose events wait, as far as is known: they cannot be written, as on a full disk."""
-        self._ended: set[str] = set()
-        """Names of workers that have ended: in their files nothing comes any more."""
         self._seen_cut = (0, 0.0)
         """The same at the last look, and since when, in seconds of the monotonic clock."""
         self._tokens: deque[tuple[float, int]] = deque(maxlen=512)
-        self._step_time = 0.0
-        """Unix seconds of the last commit."""
+
+    @property
+    def groups(self) -> status.Groups:
+        """What a person sees of each group."""
+        return {slot: status.show_group(group, self.fold) for slot, group in self.fold.groups.items()}
+
+    @property
+    def states(self) -> dict[int, str]:
+        """The state of each group."""
+        return {slot: status.state_of(group, self.fold) for slot, group in self.fold.groups.items()}
+
+    @property
+    def step(self) -> int | None:
+        """The last commit: a step, or a round."""
+        return self.fold.step
+
+    @property
+    def loss(self) -> float | None:
+        return None if self.fold.commit is None else self.fold.commit.loss
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        return () if self.fold.commit is None else tuple(self.fold.commit.participants)
 
     @property
     def restarts(self) -> int:
-        return sum(group.restarts for group in self.groups.values())
-
-    @property
-    def checkpoint(self) -> int | None:
-        """torchtitan's step of the latest checkpoint to go on from that this launch has made or gone on from."""
-        return max(self._checkpoints, default=None)
+        return sum(group.num_restarts for group in self.fold.groups.values())
 
     @property
     def all_left(self) -> bool:
         """Whether every group has finished or left."""
-        return all(group.state in (status.FINISHED, status.DRAINED) for group in self.groups.values())
+        return all(group.state in ENDED for group in self.fold.groups.values())
 
     @property
     def end(self) -> str:
         """Return why the run is over; empty while it goes on. Without a launcher, it is over when all groups are."""
-        if self.code is not None:
-            return self._reason or "the launcher ended"
-        states = {group.state for group in self.groups.values()}
-        # Somebody must have seen the end: groups that only fell silent may train on.
-        ended = {status.FINISHED, status.DRAINED, status.FAILED}
-        over = states & ended and states <= {*ended, status.LOST}
-        return "all groups finished, left, failed or are lost" if over and not self.launched else ""
+        if self.fold.launch_end is not None:
+            return self.fold.launch_end.reason or "the launcher ended"
+        is_over = self.fold.ended and not self.fold.launched
+        return "all groups finished, left, failed or are lost" if is_over else ""
 
     @property
     def outcome(self) -> Outcome:
@@ -204,34 +152,12 @@ class RunStatus:
     def observe(self, event: ev.Event) -> str | None:
         """Take the next event; return the line that it becomes for who launched the run, None if it is worth none."""
         if isinstance(event, ev.LaunchStarted):
-            self._begin(event.replicas)
-            self.launched, self.num_ranks = True, event.ranks_per_replica
-        self.started = event.time if self.started is None else min(self.started, event.time)
-        self.last = max(self.last, event.time)
-        self._add_groups(event)
-        self.faults.observe(event)
-        self.hosts.observe(event)
-        self.ranks.observe(event)
-        before = self.groups
+            self._begin()
+        states, commit = self.states, self.fold.commit
         self.fold.observe(event)
-        self.groups = status.fold(before, event, {slot: group.last_event for slot, group in self.fold.groups.items()})
-        line = status.describe(before, self.groups, event)
-        match event:
-            case ev.WorkerStarted() if event.config is not None:
-                self.target, self.unit = event.config.steps, Unit.of(event.config)
-            case ev.StepCommitted():
-                line = self._take_step(event)
-            case ev.WorkerExited():
-                file = RunPaths("").worker_events(event.replica, event.rank, event.attempt, event.worker_pid)
-                self._ended.add(RunPaths.process_of(file.name))
-            case ev.LighthouseRestarted():
-                self.num_lighthouse_restarts += 1
-            case ev.LaunchStopping():
-                self.groups = status.draining(self.groups)
-            case ev.LaunchFinished():
-                self.code, self._reason = event.code, event.reason
-                self.groups = status.stopped(self.groups)
-        self._follow_checkpoints(event)
+        line = status.describe(states, self.fold, event)
+        if isinstance(event, ev.StepCommitted):
+            line = self._take_step(commit)
         of_launch = _OF_LAUNCH.get(type(event))
         shown = of_launch(event) if of_launch else line
         if shown:
@@ -244,7 +170,8 @@ class RunStatus:
         Args:
             now: seconds of the monotonic clock.
         """
-        num_cut = len({RunPaths.process_of(name) for name in files} - self._ended)
+        ended = {RunPaths.process_of(RunPaths("").worker_events(*worker).name) for worker in self.fold.ended_workers}
+        num_cut = len({RunPaths.process_of(name) for name in files} - ended) if files else 0
         if num_cut != self._seen_cut[0]:
             self._seen_cut = (num_cut, now)
         if num_cut == self.num_cut or now - self._seen_cut[1] < CUT_SECONDS:
@@ -255,78 +182,41 @@ class RunStatus:
         who = count(num_cut, "process", "processes")
         return f"not all events of {who} can be written (is the disk full?): what is shown here may lag behind"
 
-    def _add_groups(self, event: ev.Event) -> None:
-        """Add groups that no launcher has announced."""
-        found = set() if event.replica is None else {event.replica}
-        if isinstance(event, ev.WorkerStarted) and event.config is not None:
-            found.update(range(event.config.group_size))
-        if missing := found - self.groups.keys():
-            groups = self.groups | {replica: status.GroupStatus(replica) for replica in missing}
-            self.groups = dict(sorted(groups.items()))
+    def _take_step(self, before: ev.StepCommitted | None) -> str | None:
+        """Take the latest commit; return the line that tells that the job went back to an earlier state, if it did.
 
-    def _follow_checkpoints(self, event: ev.Event) -> None:
-        match event:
-            case ev.WorkerStarted():
-                self._started[event.replica] = event.time
-            case ev.CheckpointSaved() if event.model_only:
-                self._checkpoints.pop(event.step, None)  # it has taken the place of a whole one
-                self.saving, self.save_error = None, f"that of step {event.step} is of the model only"
-            case ev.CheckpointSaved():
-                self._checkpoints[event.step] = event.time
-                self.saving, self.save_error = None, ""
-            case ev.CheckpointLoaded():
-                self._drop_passed_over(event)
-                self._checkpoints.setdefault(event.step, event.time)
-                self.saving, self.save_error = None, ""
-            case ev.CheckpointWithdrawn() | ev.CheckpointSkipped():
-                self._checkpoints.pop(event.step, None)
-            case ev.CheckpointFailed():
-                self.save_error = f"that of step {event.step} could not be written: {event.error}"
-            case ev.SavingBeforeLeaving():
-                self.saving, self.save_error = event.step, ""
-
-    def _drop_passed_over(self, event: ev.CheckpointLoaded) -> None:
-        """Drop the later checkpoints that a load has passed over: damaged, gone, or turned away from.
-
-        A later one that came after the worker's start stays: another group may have loaded the same
-        step, trained and saved while this worker was still loading.
+        Args:
+            before: the latest commit before the event.
         """
-        started = self._started.get(event.replica, event.time)
-        for step, since in list(self._checkpoints.items()):
-            if step > event.step and since <= started:
-                del self._checkpoints[step]
-
-    def _take_step(self, event: ev.StepCommitted) -> str | None:
-        """Take a commit; return the line that tells that the job went back to an earlier state, if it did."""
-        if event.rank != 0 or not self.steps.observe(event)[0]:
+        commit, unit = self.fold.commit, self.fold.unit
+        if commit is None or commit is before:
             return None
-        if event.time < self._step_time:
-            return None  # it waited for room on the disk, and training has gone on since then
-        before, self.step, self.loss = self.step, event.step, event.loss
-        self._step_time = event.time
-        self.participants = tuple(event.participants)
-        if self.loss is not None:
-            self.losses.add(self.loss)
-        self._tokens.append((event.time, event.tokens))
-        if before is None or event.step > before:
+        if commit.loss is not None:
+            self.losses.add(commit.loss)
+        self._tokens.append((commit.time, commit.tokens))
+        if before is None or commit.step > before.step:
             return None
-        noun = self.unit.noun
-        again = f"{noun} {before} is" if event.step == before else f"{noun}s {event.step} to {before} are"
-        return f"training went back to {self.unit.name(event.step - 1)}: {again} made again"
+        again = f"{unit.noun}s {commit.step} to {before.step} are"
+        if commit.step == before.step:
+            again = f"{unit.noun} {before.step} is"
+        return f"training went back to {unit.name(commit.step - 1)}: {again} made again"
 
     def elapsed(self, now: float) -> float:
         """Return the seconds since the start, up to the end where it is over."""
-        return 0.0 if self.started is None else max(0.0, (self.last if self.end else now) - self.started)
+        if self.fold.started is None:
+            return 0.0
+        until = self.fold.last_event if self.end else now
+        return max(0.0, until - self.fold.started)
 
     @property
     def usual_seconds(self) -> float:
         """Return the time from one of the last commits to the next; 0 before the second one."""
-        recent, seconds = self._recent(self.last)
+        recent, seconds = self._recent(self.fold.last_event)
         return seconds / (len(recent) - 1) if seconds else 0.0
 
     def is_silent(self, now: float) -> bool:
         """Tell whether a run that is not over may be stuck, or its launcher killed."""
-        return now - self.last > max(SILENT_SECONDS, 2 * self.usual_seconds)
+        return now - self.fold.last_event > max(SILENT_SECONDS, 2 * self.usual_seconds)
 
     def tokens_per_second(self, now: float) -> float | None:
         """Return the rate of the last steps; it falls when no step comes. None before the second step."""
@@ -336,9 +226,9 @@ class RunStatus:
     def seconds_left(self, now: float) -> float | None:
         """Return the time that the steps up to the target take at the rate of the last ones; None if unknown."""
         recent, seconds = self._recent(now)
-        if self.target is None or self.step is None or not seconds or self.end or self.all_left:
+        if self.fold.target is None or self.step is None or not seconds or self.end or self.all_left:
             return None
-        commits = max(0, self.target - self.unit.step_after(self.step)) / self.unit.steps
+        commits = max(0, self.fold.target - self.fold.unit.step_after(self.step)) / self.fold.unit.steps
         return commits * seconds / (len(recent) - 1)
 
     def progress(self, now: float) -> str | None:
@@ -346,11 +236,15 @@ class RunStatus:
         if self.step is None:
             return None
         loss = f"{self.loss:.5f}" if self.loss is not None else "-"
-        parts = [self.unit.name(self.step), f"loss {loss}", f"groups {len(self.participants)}/{len(self.groups)}"]
+        parts = [
+            self.fold.unit.name(self.step),
+            f"loss {loss}",
+            f"groups {len(self.participants)}/{len(self.fold.groups)}",
+        ]
         parts += [f"restarts {self.restarts}"]
         rate, left = self.tokens_per_second(now), self.seconds_left(now)
         parts += [f"tokens/s {rate:,.0f}"] if rate is not None else []
-        parts += [f"ETA {clock(left)} (step {self.target})"] if left is not None else []
+        parts += [f"ETA {clock(left)} (step {self.fold.target})"] if left is not None else []
         return "  ".join(parts)
 
     def _recent(self, now: float) -> tuple[list[tuple[float, int]], float]:

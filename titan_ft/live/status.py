@@ -1,14 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fold a run's events into what a person watching it wants to know; pure."""
+"""The state of a run's groups as a person sees it, and the lines that events become; pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from titan_ft.history.fold import is_silent
+from titan_ft.history.fold.group import GroupFold, GroupState
+from titan_ft.history.fold.run import RunFold
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.run import events as ev
 
@@ -18,6 +19,7 @@ STOPPED = "stopped"
 """Ended by the launcher, before it could leave in order."""
 LOST = "lost"
 """Not heard of for so long that its host may be gone; its own next event ends it."""
+_SHOWN: dict[GroupState, str] = {"left": DRAINED, "finished": FINISHED, "given up": FAILED}
 STATES = (WAITING, STARTING, JOINED, HEALING, TRAINING, LOST, DIED, DRAINING, DRAINED, FINISHED, FAILED, STOPPED)
 
 
@@ -44,8 +46,6 @@ class GroupStatus:
     donor: int | None = None
     """Group that it fetched its state from last, or is fetching from."""
     host: str = ""
-    error: str = ""
-    """Exception that ended its workers last; empty where it was a signal, or they told of none."""
     fault: str = ""
     """Name of the fault injected into it last."""
     fault_time: float = 0.0
@@ -57,145 +57,48 @@ class GroupStatus:
 Groups = dict[int, GroupStatus]
 
 
-def initial(num_replicas: int) -> Groups:
-    """Return the status before anything happened."""
-    return {replica: GroupStatus(replica) for replica in range(num_replicas)}
-
-
-def draining(groups: Groups) -> Groups:
-    """Return the status once all groups have been asked to leave."""
-    ended = (LOST, DIED, DRAINED, FINISHED, FAILED)
-    return {
-        replica: group if group.state in ended else replace(group, state=DRAINING) for replica, group in groups.items()
-    }
-
-
-def stopped(groups: Groups) -> Groups:
-    """Return the status once the launcher has ended every group that had not ended by itself."""
-    ended = (DIED, DRAINED, FINISHED, FAILED)
-    return {
-        replica: group if group.state in ended else replace(group, state=STOPPED) for replica, group in groups.items()
-    }
-
-
-def is_lost(state: str, quiet_seconds: float, silent_seconds: float) -> bool:
-    """Tell whether a group in a state is lost; see `is_silent`."""
-    ended, starts = state in (DRAINED, FINISHED, FAILED, STOPPED), state in (WAITING, STARTING, DIED)
-    return is_silent(quiet_seconds, silent_seconds, ended=ended, starts=starts)
-
-
-def fold(groups: Groups, event: ev.Event, heard: Mapping[int, float] | None = None) -> Groups:
-    """Return the status after an event. Of a group's ranks, rank 0's events count, and the end of any rank.
-
-    Args:
-        heard: Unix seconds of each group's last event, to judge whether it is lost.
-    """
-    if isinstance(event, ev.GroupLost | ev.GroupBack | ev.EndedWithout):
-        groups = _fold_silence(groups, event, heard or {})
-    if isinstance(event, ev.FaultInjected):
-        hit = groups.get(-1 if event.target.replica is None else event.target.replica)
-        if hit is None:
-            return groups
-        return {**groups, hit.replica: replace(hit, fault=event.fault, fault_time=event.time)}
-    group = groups.get(-1 if event.replica is None else event.replica)
-    if group is None or (event.attempt is not None and event.attempt < group.attempt):
-        return groups
-    changed = _apply(group, event)
-    return groups if changed is group else {**groups, group.replica: changed}
-
-
-def _fold_silence(
-    groups: Groups, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout, heard: Mapping[int, float]
-) -> Groups:
-    """Return the status after what one group says of others."""
-    for slot in event.slots if isinstance(event, ev.EndedWithout) else [event.slot]:
-        group = groups.get(slot)
-        if group is None:
-            continue
-        if isinstance(event, ev.GroupBack):
-            state = JOINED if group.state == LOST else group.state
-        else:
-            lost = is_lost(group.state, event.time - heard.get(slot, 0.0), event.seconds)
-            state = LOST if lost else group.state
-        if state != group.state:
-            step = group.step
-            if state == LOST and isinstance(event, ev.GroupLost) and event.last_step is not None:
-                step = max(step or 0, event.last_step)  # its own last commit may not be written
-            groups = {**groups, slot: replace(group, state=state, step=step, own_seconds=None)}
-    return groups
-
-
-def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
-    match event:
-        case ev.WorkerExited() if group.state == FAILED or (group.state == DRAINED and event.stopped):
-            return group
-        case ev.WorkerExited() if event.stopped and group.state == DRAINING:
-            return replace(group, state=STOPPED, loss=None, own_loss=None, own_seconds=None)
-        case ev.WorkerExited() if group.state == STOPPED and event.stopped:
-            return group
-        case ev.WorkerExited() if event.code != 0 or event.error is not None:
-            error = group.error if event.stopped or group.state == DIED else event.error or ""
-            return replace(group, state=DIED, loss=None, own_loss=None, own_seconds=None, error=error)
-        case ev.WorkerExited() if group.state != DRAINED and event.rank == 0 and not event.stopped:
-            return replace(group, state=FINISHED)
-        case ev.AgentEnded():
-            state = DIED if event.restarts else FAILED
-            return replace(group, state=state, loss=None, own_loss=None, own_seconds=None, error=event.reason)
-        case ev.SpareTookOver():  # its agent's event of the restart follows
-            return _starting(group, event.attempt)
-        case ev.ReplicaRestarted():
-            return replace(_starting(group, event.attempt), restarts=group.restarts + 1)
-        case ev.ReplicaGaveUp():
-            return replace(group, state=FAILED)
-    if event.rank != 0 or group.state == FAILED:
-        return group
-    changed = _apply_event_of_rank_0(group, event)
+def state_of(group: GroupFold, run: RunFold) -> str:
+    """Return the state of a group as a person sees it."""
+    if group.state in _SHOWN:
+        return _SHOWN[group.state]
+    if group.state == "died" and group.gets_no_restart:
+        return FAILED
+    if group.state == "died" and run.launch_end is not None:
+        return DIED
+    if run.launch_end is not None or group.was_stopped:
+        return STOPPED
+    if group.silence is not None:
+        return LOST
+    if group.state == "died":
+        return DIED
     # A group that was asked to leave goes on with its step meanwhile.
-    if group.state == DRAINING and changed.state not in (DRAINED, FINISHED):
-        return replace(changed, state=DRAINING)
-    return changed
+    if run.stopping is not None:
+        return DRAINING
+    return WAITING if group.state == "not started" else group.state
 
 
-def _starting(group: GroupStatus, attempt: int) -> GroupStatus:
-    """Return a group of which a new attempt begins: it has made nothing yet, whatever the one before it had."""
-    kept = {name: getattr(group, name) for name in ("restarts", "host", "fault", "fault_time", "unit")}
-    return GroupStatus(group.replica, STARTING, attempt=attempt, **kept)
-
-
-def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
-    match event:
-        case ev.WorkerStarted():
-            unit = group.unit if event.config is None else Unit.of(event.config)
-            return replace(_starting(group, event.attempt), host=event.node, unit=unit)
-        case ev.Joined():
-            state = JOINED if group.state in (WAITING, STARTING, LOST) else group.state
-            return replace(group, state=state, participants=tuple(event.participants))
-        case ev.LeftOut():  # it was frozen, and notices that the others went on
-            return replace(group, state=JOINED)
-        case ev.HealStarted():
-            return replace(group, state=HEALING, donor=event.donor)
-        case ev.HealFinished():
-            return replace(group, state=JOINED, step=event.step)
-        case ev.CheckpointLoaded():
-            return replace(group, step=group.unit.commits_after(event.step))
-        case ev.StepCommitted():
-            return replace(
-                group,
-                state=TRAINING,
-                step=event.step,
-                loss=event.loss,
-                participants=tuple(event.participants),
-                own_loss=event.own_loss,
-                own_seconds=_own_seconds(event),
-                waited=next(iter(event.waits or ()), None),
-            )
-        case ev.Waiting() if event.slots:
-            return replace(group, waited=ev.Waited(slot=event.slots[0], seconds=0.0, why=event.why or ""))
-        case ev.Drained():
-            return replace(group, state=DRAINED, step=event.step)
-        case ev.TrainingFinished() | ev.CameTooLate():
-            return replace(group, state=FINISHED, step=event.step)
-    return group
+def show_group(group: GroupFold, run: RunFold) -> GroupStatus:
+    """Return what a person sees of a group."""
+    state = state_of(group, run)
+    commit = group.commit
+    fault = group.last_fault
+    return GroupStatus(
+        group.slot,
+        state,
+        group.held_step,
+        loss=None if commit is None else commit.loss,
+        participants=group.participants,
+        attempt=group.attempt,
+        restarts=group.num_restarts,
+        own_loss=None if commit is None else commit.own_loss,
+        own_seconds=None if commit is None or group.silence is not None else _own_seconds(commit),
+        waited=group.waited,
+        donor=group.donor,
+        host=group.host,
+        fault="" if fault is None else fault.fault,
+        fault_time=0.0 if fault is None else fault.time,
+        unit=run.unit,
+    )
 
 
 def _own_seconds(commit: ev.StepCommitted) -> float | None:
@@ -283,21 +186,28 @@ _SEEN_BY_ALL = (
 )
 
 
-def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
-    """Return the line that shows a change, or None when the event is not worth one."""
+def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | None:
+    """Return the line that shows a change, or None when the event is not worth one.
+
+    Args:
+        before: the states of the groups before the event.
+        run: the run after the event.
+    """
     if isinstance(event, ev.GroupLost):
-        return _describe_loss(before, after, event)
+        return _describe_loss(before, run, event)
     line, line_of_group = _LINES.get(type(event)), _LINES_OF_GROUP.get(type(event))
     if isinstance(event, ev.FaultEvent) and event.rank and _hits_groups(event):
         return None  # the agents of all ranks report what hit their group
     if line is not None and not isinstance(event, ev.RankEvent):
         return line(event, STEP)
     replica = event.replica
-    if replica is None or replica not in after:
+    if replica is None or replica not in run.groups:
         return None
-    name, new = f"group {replica}", after[replica]
+    name = f"group {replica}"
+    group = run.groups[replica]
+    state = state_of(group, run)
     match event:
-        case ev.WorkerExited() if new.state == DIED and before[replica].state != DIED and not event.stopped:
+        case ev.WorkerExited() if state == DIED and before.get(replica) != DIED and not event.stopped:
             if event.is_mistake:
                 return None  # `ReplicaGaveUp` follows: the line of a mistake is one
             # The exception first: `top` cuts its lines at the terminal's width.
@@ -306,16 +216,18 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
         case ev.AgentEnded():
             return f"{name} died: {event.reason}" + (f"; see {event.log}" if event.log else "")
         case ev.ReplicaRestarted():
-            return f"{name} restarting (attempt {new.attempt})"
+            return f"{name} restarting (attempt {group.attempt})"
         case ev.ReplicaGaveUp() if event.mistake:
             return f"{name} has a mistake in its config: {event.mistake}"
         case ev.ReplicaGaveUp():
             if not event.error:
                 return f"{name} failed: {event.reason}; see {event.log}"
-            told = before[replica].error == event.error  # when it died
+            # The line of the death named the exception already.
+            reason = group.last_reason if before.get(replica) in (DIED, FAILED) else None
+            told = reason is not None and (reason.attempt, reason.text) == (event.attempt, event.error)
             return f"{name} failed: {event.reason}" + ("" if told else f"; {event.log}: {event.error}")
         case ev.SpareTookOver():
-            return f"{name}: a spare takes its place (attempt {new.attempt})"
+            return f"{name}: a spare takes its place (attempt {group.attempt})"
         case ev.Hung():
             return f"{name} hangs: rank {event.rank} made no progress and ends itself; its log has the stacks"
         case ev.LoaderChecked() if event.exact:
@@ -324,30 +236,31 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
             return None
         case ev.RankSilent():
             return f"{name}: ranks {_listed(event.ranks)} are silent, so that the group ends"
-    if not isinstance(event, ev.RankEvent) or event.rank != 0 or event.attempt < new.attempt:
+    if not isinstance(event, ev.RankEvent) or event.rank != 0 or event.attempt < group.attempt:
         return None
     if isinstance(event, ev.Joined):
-        joins = new.state == JOINED and before[replica].state != JOINED
-        return f"{name} joined: {len(new.participants)} of {len(after)} groups are there" if joins else None
-    if isinstance(event, _SEEN_BY_ALL) and not _is_first_to_train(after, replica):
+        joins = state == JOINED and before.get(replica) != JOINED
+        return f"{name} joined: {len(group.participants)} of {len(run.groups)} groups are there" if joins else None
+    if isinstance(event, _SEEN_BY_ALL) and not _is_first_to_train(run, replica):
         return None
     if line is not None:
-        return line(event, new.unit)
-    return None if line_of_group is None else f"{name} {line_of_group(event, new.unit)}"
+        return line(event, run.unit)
+    return None if line_of_group is None else f"{name} {line_of_group(event, run.unit)}"
 
 
-def _describe_loss(before: Groups, after: Groups, event: ev.GroupLost) -> str | None:
-    group = after.get(event.slot)
-    if group is None or group.state != LOST or before[event.slot].state == LOST:
+def _describe_loss(before: Mapping[int, str], run: RunFold, event: ev.GroupLost) -> str | None:
+    group = run.groups.get(event.slot)
+    if group is None or state_of(group, run) != LOST or before.get(event.slot) == LOST:
         return None
-    last = group.step if event.last_step is None else event.last_step
-    where = "" if last is None else f", last in {group.unit.name(last)}"
+    last = group.held_step if event.last_step is None else event.last_step
+    where = "" if last is None else f", last in {run.unit.name(last)}"
     return f"group {event.slot} is lost: silent for {event.seconds:.0f} s{where}"
 
 
-def _is_first_to_train(groups: Groups, replica: int) -> bool:
-    """Tell whether a group is the first of those that train."""
-    return all(group.state not in (JOINED, TRAINING) for group in groups.values() if group.replica < replica)
+def _is_first_to_train(run: RunFold, slot: int) -> bool:
+    """Return whether a group is the first of those that train."""
+    earlier = (group for group in run.groups.values() if group.slot < slot)
+    return all(state_of(group, run) not in (JOINED, TRAINING) for group in earlier)
 
 
 def _hits_groups(event: ev.FaultEvent) -> bool:

@@ -30,11 +30,11 @@ class PlainView:
     def update(self, run: RunStatus) -> None:
         """Show how far the run is, if that is due; called often. Once all groups have left, its last step is due."""
         now = time.monotonic()
-        if run.step is None or run.steps.num_committed == self._shown:
+        if run.step is None or run.fold.steps.num_committed == self._shown:
             return
         if now < self._next_progress and not run.all_left:
             return
-        self._shown, self._next_progress = run.steps.num_committed, now + self._progress_seconds
+        self._shown, self._next_progress = run.fold.steps.num_committed, now + self._progress_seconds
         self.line(run.progress(time.time()) or "")
 
     def close(self) -> None:

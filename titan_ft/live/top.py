@@ -55,7 +55,7 @@ class FollowedRun:
             self.status.observe(event)
         self.status.observe_cut(self._tail.cut, time.monotonic())
         # Only with the silence: some file systems keep the launcher's lock on its own host.
-        lives = self.status.end or not self.status.launched or not self.status.is_silent(time.time())
+        lives = self.status.end or not self.status.fold.launched or not self.status.is_silent(time.time())
         self.status.launcher_gone = not lives and is_held(self._paths) is False
         if not self.run_dir.is_dir():
             raise ConfigError(f"RUN_DIR must be the folder of a run, got {self.run_dir}; it has been removed")
@@ -81,7 +81,7 @@ def top(run_dir: Path, *, once: bool = False) -> int:
     run.poll()
     console = Console(highlight=False, markup=False, emoji=False)
     live = console.is_terminal and not console.is_dumb_terminal and not once
-    if not live and run.status.started is None:
+    if not live and run.status.fold.started is None:
         # A job that was only just submitted is no mistake; a live view waits for it.
         print(f"{run_dir}: nothing has started yet (no events/*.jsonl)")
         return 0

@@ -13,7 +13,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from titan_ft.history.checks.judgement import count
-from titan_ft.history.hosts import HostFigures, name_range, worth_a_table
+from titan_ft.history.fold.hosts import HostFigures
+from titan_ft.history.hosts import name_range, worth_a_table
 from titan_ft.history.terminal import clock
 from titan_ft.live.group_table import EXPLAINED, GAP, group_table, number, shown_state
 from titan_ft.live.rank_table import rank_lines
@@ -70,11 +71,13 @@ def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: boo
 
     head = [*([_title(name, screen)] if history else []), *_state(run, now, screen), *_figures(run, now, screen.width)]
     head += [*_losses(run, screen), _text("")]
-    figures = run.hosts.figures
+    figures = run.fold.hosts.figures
     hosts = _hosts(figures, screen.width, len(figures)) if worth_a_table(figures) else []
     happened = _happened(run, screen) if history else []
+    num_groups = len(run.fold.groups)
     if screen.height is None:
-        rows, num_lines, room_of_ranks = len(run.groups), NUM_LINES, 10 * len(run.ranks.known) + 2
+        num_ranks = sum(len(group.ranks) for group in run.fold.groups.values())
+        rows, num_lines, room_of_ranks = num_groups, NUM_LINES, 10 * num_ranks + 2
     else:
         room = max(0, screen.height - len(head) - 2)  # the table's head, and an empty line
         if screen.help:
@@ -82,15 +85,18 @@ def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: boo
         if hosts:
             hosts = _hosts(figures, screen.width, min(MAX_HOSTS, room // 4 - 2))
         room -= len(hosts)
-        rows = min(len(run.groups), max(room - NUM_LINES, room - room // 3) if history else room)
+        rows = min(num_groups, max(room - NUM_LINES, room - room // 3) if history else room)
         if screen.help:
             rows = max(min(rows, 1), min(rows, room - len(_explained(screen.width))))
         room_of_ranks = max(0, room - rows - MIN_LINES)
         num_lines = room - rows
     shown, hidden = _shown(run, rows)
-    until = run.last if run.end else now
+    until = run.fold.last_event if run.end else now
     table = group_table(run.groups, until, screen.width, shown, ascii_only=screen.ascii_only)
-    ranks = rank_lines(run.ranks, {group.replica for group in shown}, until, room_of_ranks - 1) if screen.ranks else []
+    ranks = []
+    if screen.ranks:
+        groups = [run.fold.groups[group.replica] for group in shown]
+        ranks = rank_lines(groups, run.fold.unit, until, room_of_ranks - 1)
     ranks = [_text(""), *ranks] if ranks else []
     tail = [*([_text(hidden, "dim")] if hidden else []), *ranks, *hosts]
     if screen.help:
@@ -111,7 +117,7 @@ def _happened(run: RunStatus, screen: Screen) -> list[Text]:
     """Return what happened, each line wrapped to the width: the reason of a failure is never cut off."""
     lines: list[Text] = []
     for line in list(run.lines)[-MAX_SHOWN:]:
-        lines += _line(line.time - (run.started or 0.0), line.text, line.severity, screen.width)
+        lines += _line(line.time - (run.fold.started or 0.0), line.text, line.severity, screen.width)
     return lines
 
 
@@ -142,17 +148,17 @@ def _title(name: str, screen: Screen) -> Text:
 
 def _state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
     """Return how the run is, and once it is over what became of it."""
-    if run.started is None:
+    if run.fold.started is None:
         return [_text("nothing has started yet", "yellow")]
-    what, elapsed = shape(len(run.groups), run.num_ranks), clock(run.elapsed(now))
+    what, elapsed = shape(len(run.groups), run.fold.num_ranks), clock(run.elapsed(now))
     if run.end or run.launcher_gone:
         outcome = run.outcome
-        when = f"over after {elapsed}" if run.end else f"no event for {clock(now - run.last)}"
+        when = f"over after {elapsed}" if run.end else f"no event for {clock(now - run.fold.last_event)}"
         text = f"{outcome.headline}; {when}; {what}"
         return [_text(line, _STYLES[outcome.colour]) for line in textwrap.wrap(text, max(16, screen.width))]
     line = _text(f"running for {elapsed}; {what}")
     if run.is_silent(now):
-        line.append(f"; no event for {clock(now - run.last)}", "bold yellow")
+        line.append(f"; no event for {clock(now - run.fold.last_event)}", "bold yellow")
     if run.num_cut:
         line.append(f"; events of {count(run.num_cut, 'process', 'processes')} are not written", "bold yellow")
     lost = [part for group in run.outcome.lost for part in textwrap.wrap(f"without {group.describe()}", screen.width)]
@@ -161,20 +167,20 @@ def _state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
 
 def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
     """Return the figures of the whole run, in as many lines as the width asks for."""
-    rate, left, steps = run.tokens_per_second(now), run.seconds_left(now), run.steps
+    rate, left, steps = run.tokens_per_second(now), run.seconds_left(now), run.fold.steps
     share = f" ({100 * steps.num_committed / steps.num_attempted:.1f} %)" if steps.num_attempted else ""
-    step = None if run.step is None else run.unit.step_after(run.step)
+    step = None if run.step is None else run.fold.unit.step_after(run.step)
     figures = [
-        *([("round", number(run.step))] if run.unit.method else []),
-        ("step", number(step) + ("" if run.target is None else f"/{run.target}")),
+        *([("round", number(run.step))] if run.fold.unit.method else []),
+        ("step", number(step) + ("" if run.fold.target is None else f"/{run.fold.target}")),
         ("loss", number(run.loss, ".5f")),
         ("tokens/s", number(rate, ",.0f")),
         *([] if left is None else [("ETA", clock(left))]),
         ("contributing", f"{len(run.participants)}/{len(run.groups)}"),
         ("committed", f"{steps.num_committed}/{steps.num_attempted}{share}"),
-        ("faults", str(run.faults.num_injected)),
+        ("faults", str(run.fold.faults.num_injected)),
         ("restarts", str(run.restarts)),
-        ("lighthouse restarts", str(run.num_lighthouse_restarts)),
+        ("lighthouse restarts", str(run.fold.num_lighthouse_restarts)),
     ]
     lines = [_text("")]
     for label, value in figures:

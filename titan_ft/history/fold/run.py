@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The state of a run by its events: `RunFold` takes each event once, in order of time.
 
-All views of a run ask the fold: the outcome (`titan_ft.history.outcome`), the failures
-(`titan_ft.history.incidents`) and the lost groups. `top` feeds a fold with each new event; `check`
-and `report` feed it with the whole history.
+All views of a run read the fold: the outcome (`titan_ft.history.outcome`), the failures
+(`titan_ft.history.incidents`), the tables of `top`, the launcher, the keepers of its agents and
+chaos. `top` and the launcher feed a fold with each new event; `check` and `report` feed it with the
+whole history.
 
 A *failure* is one of these:
 
@@ -26,138 +27,63 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
+from titan_ft.history.fold.checkpoints import CheckpointsFold
+from titan_ft.history.fold.faults import InjectedFaults
+from titan_ft.history.fold.group import ALIVE, OVER, FailureSpan, GroupFold, Reason, is_of_worker, reason_of
+from titan_ft.history.fold.hosts import HostsFold
+from titan_ft.history.fold.steps import CommittedSteps
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.run import events as ev
-
-GroupState = Literal["not started", "starting", "training", "died", "given up", "left", "finished"]
-ENDED: tuple[GroupState, ...] = ("left", "finished")
-"""States of a group that ended in order."""
-MAX_KNOWN_COMMITS = 4096
-"""Commits that are remembered. All groups announce a commit within seconds."""
-MAX_START_SECONDS = 300.0
-"""A group that starts may be silent this long: it imports, or waits for a file server."""
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why an attempt of a group failed, or why a run ended."""
-
-    text: str
-    """Such as "RuntimeError: boom", "killed by SIGKILL" or "exit status 7"."""
-    slot: int | None = None
-    rank: int | None = None
-    attempt: int | None = None
-    step: int | None = None
-    """The last update of the group before the failure; None if it made none."""
-    where: str = ""
-    """Where the user's code raised the exception, as in "mybug.py:15"; empty if unknown."""
-    log: str = ""
-    """Path of the rank's log on the rank's host; empty if unknown."""
-    time: float = 0.0
-    """Unix seconds."""
-    transient: bool = False
-    """Whether another attempt may succeed, or chaos injected a fault into this attempt."""
-    exception: bool = False
-    """True for an exception, False for a signal or an exit status."""
-
-    def describe(self) -> str:
-        """Return one line: "RuntimeError: boom, rank 0 of group 1, mybug.py:15"."""
-        place = "" if self.slot is None else f"group {self.slot}"
-        if place and self.rank is not None:
-            place = f"rank {self.rank} of {place}"
-        return ", ".join(part for part in (self.text, place, self.where) if part)
-
-
-@dataclass
-class FailureSpan:
-    """When a failure, as defined at the top of this module, began and ended; `incidents` adds its cost."""
-
-    slot: int | None
-    """The group that dropped out; None for a broken exchange."""
-    attempt: int
-    time: float
-    """Unix seconds of the exit, the first commit without the group, or the broken exchange."""
-    since: float
-    """Unix seconds of the group's last contribution before; `time` for a broken exchange."""
-    died: bool = False
-    """Whether a worker or the agent of the group ended by itself."""
-    away: bool = True
-    """Whether a group dropped out; False for a broken exchange."""
-    back: float | None = None
-    """Unix seconds of the commit to which the group contributed again; None if it has not yet."""
-
-
-@dataclass
-class GroupFold:
-    """The state of one group."""
-
-    slot: int
-    state: GroupState = "not started"
-    attempt: int = 0
-    step: int | None = None
-    """The last update in the group's own events, of any attempt; None without any."""
-    took_part: int | None = None
-    """The last update in the events of any group that names this group as a participant.
-
-    A group that dies may leave no event of its last update.
-    """
-    last_event: float = 0.0
-    """Unix seconds of the last event of the group's workers, its agent or the launcher about it."""
-    reason: Reason | None = None
-    """Why the last attempt failed; None once the group has contributed again."""
-    last_reason: Reason | None = None
-    """Why the last failed attempt failed, also after the group has contributed again."""
-    silence: Reason | None = None
-    """The report of another group that this group is lost; None once this group is heard again."""
-    num_failed_attempts: int = 0
-    """Failed attempts since the group last contributed to an update."""
-    has_announced_end: bool = False
-    """Whether the group itself announced that the run made its last step."""
-    leave_reason: str = ""
-    """Who asked the group to leave, such as "SIGTERM"; empty if nobody did."""
-    last_contribution: float = 0.0
-    """Unix seconds of the last commit to which the group contributed; 0 without any."""
-    contributes: bool = False
-    """Whether the group contributed to its last update and has not ended or dropped out since."""
-    failure: FailureSpan | None = None
-    """The failure from which the group has not come back yet."""
-
-    @property
-    def is_away(self) -> bool:
-        """Whether the group has failed and not come back, or has left."""
-        return self.failure is not None or self.state in ("left", "died")
 
 
 class RunFold:
     """The state of a run after the events so far; a new launch in the same folder resets it.
 
+    Args:
+        num_groups: groups that are known before the first event.
+
     Attributes:
         failures: of all launches, in the order in which they were noticed.
-        step: the last update of the latest launch; None before the first.
-        target: torchtitan's last step (`training.steps`); None if unknown.
-        unit: converts updates to torchtitan's steps.
-        last_event: Unix seconds of the last event.
+        hosts: of all launches.
         launched: True for `titan-ft launch`, False for groups that were started one by one.
+        num_ranks: ranks of each group; 0 without a launcher.
+        step: the last update of the latest launch; None before the first.
+        commit: the first event of that update.
+        steps: the number of updates and of their exchanges.
+        target: torchtitan's last step (`training.steps`); None if unknown.
+        config: of the worker that started last; None if unknown.
+        unit: converts updates to torchtitan's steps.
+        started: Unix seconds of the first event; None before it.
+        last_event: Unix seconds of the last event.
+        lighthouse: the start of the latest lighthouse; None before it.
+        ended_workers: group, rank, attempt and pid of all workers that ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = 0) -> None:
         self.failures: list[FailureSpan] = []
-        self._reset(0)
+        self.hosts = HostsFold()
+        self._reset(num_groups)
 
     def _reset(self, num_groups: int) -> None:
         self.groups = {slot: GroupFold(slot) for slot in range(num_groups)}
         self.launched = False
         self.launch_end: ev.LaunchFinished | None = None
         self.stopping: ev.LaunchStopping | None = None
+        self.num_ranks = 0
         self.step: int | None = None
+        self.commit: ev.StepCommitted | None = None
+        self.steps = CommittedSteps()
         self.target: int | None = None
+        self.config: ev.WorkerConfig | None = None
         self.unit: Unit = STEP
+        self.started: float | None = None
         self.last_event = 0.0
-        self._known_commits: dict[tuple[int, str], None] = {}
-        """Step and lineage of each commit, oldest first: every group announces the same commit."""
+        self.faults = InjectedFaults()
+        self.checkpoints = CheckpointsFold()
+        self.lighthouse: ev.LighthouseStarted | None = None
+        self.num_lighthouse_restarts = 0
+        self.ended_workers: set[tuple[int, int, int, int]] = set()
         self._excluded: dict[int, set[int]] = defaultdict(set)
         """By update, slots of the groups whose gradients are left out."""
         self._broken: dict[int, float] = {}
@@ -165,72 +91,122 @@ class RunFold:
 
     def observe(self, event: ev.Event) -> None:
         """Take the next event."""
+        self._apply_run_event(event)
+        self.started = event.time if self.started is None else min(self.started, event.time)
+        self.last_event = max(self.last_event, event.time)
+        self.faults.observe(event)
+        self.checkpoints.observe(event)
+        if event.replica is None:
+            return
+        if isinstance(event, ev.FaultEvent):
+            self._note_agent_fault(event.replica, event)
+            return
+        self._add_groups(event.replica, event)
+        group = self.groups[event.replica]
+        if isinstance(event, ev.WorkerExited):
+            group.observe_exit(event)
+        elif is_of_worker(event):
+            self._apply_rank_event(group, event)
+        is_of_earlier_attempt = (event.attempt or 0) < group.attempt
+        if not is_of_earlier_attempt:
+            group.last_event = max(group.last_event, event.time)
+            group.silence = None
+            if isinstance(event, ev.GroupEvent):
+                self._apply_agent_event(group, event)
+            else:
+                self._apply_worker_event(group, event)
+        if isinstance(event, ev.StepCommitted) and event.rank == 0:
+            self._apply_commit(event)
+
+    def _apply_run_event(self, event: ev.Event) -> None:
         match event:
             case ev.LaunchStarted():
                 self._reset(event.replicas)
                 self.launched = True
+                self.num_ranks = event.ranks_per_replica
             case ev.LaunchStopping():
                 self.stopping = event
             case ev.LaunchFinished():
                 self.launch_end = event
+            case ev.LighthouseStarted():
+                self.lighthouse = event
+            case ev.LighthouseRestarted():
+                self.num_lighthouse_restarts += 1
             case ev.GroupLost() | ev.GroupBack():
                 self._apply_silence(event, event.slot)
             case ev.EndedWithout():
                 for slot in event.slots:
                     self._apply_silence(event, slot)
-        self.last_event = max(self.last_event, event.time)
-        if event.replica is None or isinstance(event, ev.FaultEvent):
+            case ev.FaultInjected():
+                hit = self.groups.get(-1 if event.target.replica is None else event.target.replica)
+                if hit is not None:
+                    hit.last_fault = event
+            case ev.WorkerStarted():
+                self.hosts.note_start(event)
+            case ev.WorkerExited():
+                self.hosts.note_exit(event)
+                self.ended_workers.add((event.replica, event.rank, event.attempt, event.worker_pid))
+            case ev.HostLeft():
+                self.hosts.note_left(event)
+
+    def _note_agent_fault(self, slot: int, event: ev.FaultEvent) -> None:
+        """Note an event of the chaos agent in a worker of group `slot`."""
+        group = self.groups.get(slot)
+        if group is None:
             return
-        self._add_groups(event.replica, event)
-        group = self.groups[event.replica]
-        is_of_earlier_attempt = (event.attempt or 0) < group.attempt
-        if is_of_earlier_attempt:
-            return
-        group.last_event = max(group.last_event, event.time)
-        group.silence = None
-        if isinstance(event, ev.GroupEvent):
-            self._apply_agent_event(group, event)
-        else:
-            self._apply_worker_event(group, event)
+        if event.rank is not None:
+            group.observe_rank(event, event.rank)
+        if isinstance(event, ev.FaultInjected) and event.attempt is not None:
+            group.attempt_with_fault = max(event.attempt, group.attempt_with_fault or 0)
 
     def _add_groups(self, slot: int, event: ev.Event) -> None:
         """Add the groups of a run that no launcher announced."""
         slots = {slot}
         if isinstance(event, ev.WorkerStarted) and event.config is not None:
             slots.update(range(event.config.group_size))
+            self.config = event.config
             self.target = event.config.steps or None
             self.unit = Unit.of(event.config)
-        for missing in sorted(slots - self.groups.keys()):
-            self.groups[missing] = GroupFold(missing)
+        missing = slots - self.groups.keys()
+        if missing:
+            groups = self.groups | {slot: GroupFold(slot) for slot in missing}
+            self.groups = dict(sorted(groups.items()))
 
     def _apply_silence(self, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout, slot: int) -> None:
         """Apply a report of another group about the silence of group `slot`."""
         group = self.groups.get(slot)
         if group is None:
             return
-        group.silence = None
-        is_over = group.state in (*ENDED, "given up")
-        match event:
-            case ev.GroupBack():
-                return
-            case ev.GroupLost():
-                starts = group.state in ("not started", "starting", "died")
-                quiet = event.time - group.last_event
-                is_lost = is_silent(quiet, event.seconds, ended=is_over, starts=starts)
-            case ev.EndedWithout():
-                # Even a group that starts right now is too late to finish with the others.
-                is_lost = not is_over
-        if is_lost:
-            text = f"not heard of for {event.seconds:.0f} s"
-            group.silence = Reason(text, slot, attempt=group.attempt, step=group.step, time=event.time)
+        was_silent = group.silence is not None
+        group.silence = group.find_silence(event)
+        if group.silence is not None and isinstance(event, ev.GroupLost) and event.last_step is not None:
+            # The group's own event of its last update may be missing.
+            group.held_step = max(group.held_step or 0, event.last_step)
+        if was_silent and isinstance(event, ev.GroupBack) and group.state in ("healing", "training"):
+            group.state = "joined"
+
+    def _apply_rank_event(self, group: GroupFold, event: ev.Event) -> None:
+        rank = event.rank or 0
+        before = group.ranks.get(rank)
+        group.observe_rank(event, rank)
+        if not isinstance(event, ev.WorkerStarted) or event.attempt < group.attempt:
+            return
+        # A trainer without this project's agent may start again under the same number.
+        is_another = before is not None and before.attempt == event.attempt and before.pid != event.pid
+        if group.started_attempt != event.attempt or is_another:
+            group.started_attempt = event.attempt
+            group.num_starts += 1
+            group.begin_attempt(event.attempt)
 
     def _apply_agent_event(self, group: GroupFold, event: ev.GroupEvent) -> None:
         match event:
             case ev.WorkerExited():
                 self._apply_exit(group, event)
             case ev.AgentEnded():
+                group.is_ending = True
+                group.gets_no_restart = not event.restarts
                 # A worker that died before its agent is the reason.
-                if group.state in ("died", "given up", *ENDED):
+                if group.state == "died" or group.state in OVER:
                     return
                 reason = Reason(
                     event.reason,
@@ -241,11 +217,14 @@ class RunFold:
                     time=event.time,
                 )
                 self._fail_attempt(group, event, reason)
-            case ev.ReplicaRestarted() | ev.SpareTookOver():
-                group.state = "starting"
-                group.attempt = event.attempt
+            case ev.ReplicaRestarted():
+                group.num_restarts += 1
+                group.begin_attempt(event.attempt)
+            case ev.SpareTookOver():
+                group.begin_attempt(event.attempt)
             case ev.ReplicaGaveUp():
                 group.state = "given up"
+                group.is_ending = True
                 if group.reason is None:
                     group.reason = group.last_reason = Reason(
                         event.error or event.reason,
@@ -258,7 +237,14 @@ class RunFold:
                     )
 
     def _apply_exit(self, group: GroupFold, event: ev.WorkerExited) -> None:
+        known = group.ranks.get(event.rank)
+        is_of_replaced_worker = known is not None and known.pid != event.worker_pid
+        if not is_of_replaced_worker:
+            group.is_ending = True
         if event.stopped:
+            if group.state in ALIVE:
+                group.was_stopped = True
+                group.commit = None
             return
         if group.state in ("died", "given up"):
             return  # the first exit is the cause; the other workers follow
@@ -275,6 +261,7 @@ class RunFold:
         group.attempt = event.attempt
         group.reason = reason
         group.last_reason = reason
+        group.commit = None
         group.num_failed_attempts += 1
         self._drop_out(group, event.time, died=True)
 
@@ -284,8 +271,11 @@ class RunFold:
             case ev.Drained():
                 # The others go on without the group as soon as one of its ranks has left.
                 group.state = "left"
+                group.is_ending = True
                 group.leave_reason = event.reason
                 group.contributes = False
+            case ev.Hung() | ev.RankSilent():
+                group.is_ending = True
             case ev.GradientExcluded():
                 self._excluded[event.step].update(event.slots)
             case ev.ExchangeFailed():
@@ -293,27 +283,35 @@ class RunFold:
         if event.rank != 0:
             return
         match event:
-            case ev.WorkerStarted():
-                group.state = "starting"
-                group.attempt = event.attempt
             case ev.StepCommitted():
                 group.step = event.step
-                if group.state in ("not started", "starting", "training"):
-                    group.state = "training"
-                self._apply_commit(group, event)
+                group.apply_progress(event)
+                is_current = event.step >= (self.step or 0)
+                if event.contributed and is_current and group.state == "training":
+                    self._come_back(group, event)
+                if event.own_tokens > 0:
+                    group.contributed = (event.attempt, event.step)
+            case ev.CheckpointLoaded():
+                group.apply_progress(event, commits_after_load=self.unit.commits_after(event.step))
+            case ev.Drained():
+                group.held_step = event.step
             case ev.TrainingFinished() | ev.CameTooLate():
                 group.state = "finished"
                 group.step = event.step
+                group.held_step = event.step
                 group.has_announced_end = True
+            case _:
+                group.apply_progress(event)
 
-    def _apply_commit(self, group: GroupFold, event: ev.StepCommitted) -> None:
-        """Apply a commit that `group` announces."""
-        is_current = event.step >= (self.step or 0)
-        if event.contributed and is_current and group.state == "training":
-            self._come_back(group, event)
-        if self._is_known(event):
+    def _apply_commit(self, event: ev.StepCommitted) -> None:
+        """Apply a commit of any attempt to all groups, when the first group announces it."""
+        is_new, _ = self.steps.observe(event)
+        if not is_new:
             return
+        if self.commit is not None and event.step <= self.commit.step and event.time < self.commit.time:
+            return  # the event waited for room on the disk, and training has gone on since
         self.step = event.step
+        self.commit = event
         excluded = self._excluded.pop(event.step, set())
         broken = self._broken.pop(event.step, None)
         if self.stopping is not None:
@@ -331,17 +329,6 @@ class RunFold:
         is_explained = bool(missing) or any(other.is_away for other in self.groups.values())
         if broken is not None and not is_explained:
             self.failures.append(FailureSpan(None, event.attempt, broken, broken, away=False, back=event.time))
-
-    def _is_known(self, event: ev.StepCommitted) -> bool:
-        """Return whether another group announced this commit before; note it if not."""
-        key = (event.step, event.lineage)
-        if key in self._known_commits:
-            return True
-        self._known_commits[key] = None
-        if len(self._known_commits) > MAX_KNOWN_COMMITS:
-            oldest = next(iter(self._known_commits))
-            del self._known_commits[oldest]
-        return False
 
     def _drop_out(self, group: GroupFold, time: float, *, died: bool = False) -> None:
         """Note a failure of a group.
@@ -374,32 +361,12 @@ class RunFold:
         """Whether the run is over: some groups ended or were given up, and all others are lost."""
         is_any_over = False
         for group in self.groups.values():
-            if group.state in (*ENDED, "given up"):
+            if group.state in OVER:
                 is_any_over = True
             elif group.silence is None:
                 return False
         # Groups that are all lost may still train: nobody has seen them end.
         return is_any_over
-
-
-def is_silent(quiet_seconds: float, silent_seconds: float, *, ended: bool, starts: bool) -> bool:
-    """Return whether a group is lost that another group reports as silent.
-
-    The other group does not know whether an agent restarts the silent group, or whether it ended in
-    order. The silent group's own events say so.
-
-    Args:
-        quiet_seconds: seconds from the last event of the silent group to the report.
-        silent_seconds: seconds of silence by the report.
-        ended: whether the silent group ended, by its own events.
-        starts: whether the silent group starts, or is to be started again, by its own events.
-    """
-    if ended:
-        return False
-    if starts:
-        return quiet_seconds >= MAX_START_SECONDS
-    # A group that is cut off from the lighthouse, but still writes events, is not lost.
-    return quiet_seconds >= silent_seconds / 2
 
 
 def fold_events(events: Iterable[ev.Event]) -> RunFold:
@@ -408,29 +375,3 @@ def fold_events(events: Iterable[ev.Event]) -> RunFold:
     for event in events:
         fold.observe(event)
     return fold
-
-
-def reason_of(event: ev.WorkerExited, step: int | None) -> Reason:
-    """Return why a worker ended that nobody stopped.
-
-    Args:
-        step: the last update of the worker's group.
-    """
-    if event.error:
-        text = event.error
-    elif event.signal:
-        text = f"killed by {event.signal}"
-    else:
-        text = f"exit status {event.code}"
-    return Reason(
-        text,
-        event.replica,
-        event.rank,
-        event.attempt,
-        step,
-        where=event.where or "",
-        log=event.log or "",
-        time=event.time,
-        transient=bool(event.transient),
-        exception=event.error is not None,
-    )

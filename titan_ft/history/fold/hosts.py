@@ -1,0 +1,65 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The starts and deaths of workers by host."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from titan_ft.run.events import HostLeft, WorkerExited, WorkerStarted
+
+
+@dataclass
+class HostFigures:
+    """One host's part in a run."""
+
+    host: str
+    """Its name, without a domain."""
+    groups: list[int] = field(default_factory=list)
+    """Groups that had workers there."""
+    starts: int = 0
+    """Workers that were started there."""
+    deaths: int = 0
+    """Of them, those that failed or were killed, and not stopped because of another one."""
+    left: int = 0
+    """How often a group left it because of too many deaths."""
+
+
+class HostsFold:
+    """The hosts of a run by the events so far."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, HostFigures] = {}
+
+    @property
+    def figures(self) -> list[HostFigures]:
+        """The hosts, those with the most deaths first."""
+        return sorted(self._found.values(), key=lambda figures: (-figures.deaths, _by_number(figures.host)))
+
+    def note_start(self, event: WorkerStarted) -> None:
+        """Count the start of a worker."""
+        if not event.node:
+            return
+        figures = self._at(event.node)
+        figures.starts += 1
+        if event.replica not in figures.groups:
+            figures.groups = sorted([*figures.groups, event.replica])
+
+    def note_exit(self, event: WorkerExited) -> None:
+        """Count the end of a worker if it is a death."""
+        if event.host is not None and event.cause and not event.stopped:
+            self._at(event.host).deaths += 1
+
+    def note_left(self, event: HostLeft) -> None:
+        """Count a group that leaves a host."""
+        self._at(event.host).left += 1
+
+    def _at(self, host: str) -> HostFigures:
+        name = host.partition(".")[0]
+        return self._found.setdefault(name, HostFigures(name))
+
+
+def _by_number(host: str) -> list[tuple[int, str]]:
+    """Return the sort key of a host's name, by which n2 stands before n10."""
+    return [(int(part or 0), "") if place % 2 else (0, part) for place, part in enumerate(re.split(r"(\d+)", host))]
