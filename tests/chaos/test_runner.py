@@ -15,10 +15,12 @@ import pytest
 from tests.event_builder import build, named, untyped
 from titan_ft.chaos.agents import WAIT_SECONDS
 from titan_ft.chaos.effect import SETTLE_SECONDS
+from titan_ft.chaos.job import Job
 from titan_ft.chaos.orders import Order
 from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, single
 from titan_ft.chaos.processes import Unreachable, Worker
 from titan_ft.chaos.runner import ChaosRunner
+from titan_ft.run.events import LaunchStarted, TrainingFinished, WorkerExited, WorkerStarted
 from titan_ft.run.log import EventLog, read_events
 
 LIGHTHOUSE = 99
@@ -406,7 +408,8 @@ def test_an_order_that_comes_to_nothing_is_skipped(tmp_path: Path, happening: st
     assert harness.runner.outcomes.last_reason == reason
     assert harness.runner.outcomes.num_skipped == 1
     harness.commit()
-    assert harness.up() == [0, 1, 2, 3]
+    finished = {0} if happening == "end" else set()
+    assert harness.up() == sorted({0, 1, 2, 3} - finished)
 
 
 def test_a_slow_rank_is_disturbed_until_it_was_undone(tmp_path: Path) -> None:
@@ -657,3 +660,18 @@ def test_the_same_seed_injects_the_same(tmp_path: Path) -> None:
     assert {name for name, *_ in first} == {"fault_injected"}
     assert replay(tmp_path / "2", seed=11) == first
     assert replay(tmp_path / "3", seed=12) != first
+
+
+def test_a_worker_that_ends_early_does_not_end_the_schedule() -> None:
+    """Its exit status is 0, as where a loader ends its process; the other groups train on."""
+    job = Job()
+    for event in (
+        build(LaunchStarted, replicas=2, ranks_per_replica=1),
+        build(WorkerStarted, replica=0),
+        build(WorkerExited, replica=0, rank=0, code=0, worker_pid=1, stopped=False),
+    ):
+        job.fold(event)
+    assert not job.ended
+    job.fold(build(WorkerStarted, replica=1))
+    job.fold(build(TrainingFinished, replica=1))
+    assert job.ended

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import event
+from titan_ft.history.fold.run import RunFold
 from titan_ft.launch import agent_keeper
 from titan_ft.launch.agent_keeper import FROZEN_SECONDS, AgentKeeper
 from titan_ft.launch.group.children import Child
@@ -52,7 +53,16 @@ class Kept:
         self.agents: list[Agent] = []
         self.obstacle: OSError | None = None
         self.policy = Policy(**{"max_restarts": 100, **policy}, clock=lambda: self.now)
-        self.keeper = AgentKeeper(1, self.paths, self.policy, self._start, self.announced.append, lambda: self.now)
+        self.fold = RunFold(2)
+        self.keeper = AgentKeeper(
+            1,
+            self.paths,
+            self.policy,
+            lambda: self.fold.groups.get(1),
+            self._start,
+            self.announced.append,
+            lambda: self.now,
+        )
 
     def _start(self, attempt: int, reason: str) -> Child:
         if self.obstacle is not None:
@@ -111,8 +121,8 @@ def test_commits_of_its_group_are_progress(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     for attempt in range(4):
         step = event("step_committed", replica=1, attempt=attempt, step=attempt + 1, own_tokens=1)
-        kept.keeper.observe(event("worker_started", replica=1, attempt=attempt, pid=1 << 30))
-        kept.keeper.observe(step)
+        kept.fold.observe(event("worker_started", replica=1, attempt=attempt, pid=1 << 30))
+        kept.fold.observe(step)
         kept.end(-signal.SIGKILL)
     assert [attempt for attempt, _ in kept.started] == [0, 1, 2, 3, 4]
 
@@ -223,7 +233,7 @@ def test_agent_that_is_stopped_while_its_workers_end(tmp_path: Path, monkeypatch
     monkeypatch.setattr(agent_keeper, "_is_stopped", lambda pid: True)
     monkeypatch.setattr(agent_keeper, "is_running_worker", lambda pid, since: living)
     kept = Kept(tmp_path)
-    kept.keeper.observe(event("worker_started", replica=1, attempt=0, pid=1 << 30))
+    kept.fold.observe(event("worker_started", replica=1, attempt=0, pid=1 << 30))
     for _ in range(3):
         kept.now += FROZEN_SECONDS
         kept.keeper.poll()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build
+from titan_ft.history.fold.run import RunFold
 from titan_ft.launch.group.own_end import OWN_SIGNALS, kind_of_end
 from titan_ft.launch.restart_policy import (
     CRASH_LOOP,
@@ -31,7 +32,15 @@ from titan_ft.launch.restart_policy import (
     has_trained,
 )
 from titan_ft.run.error_file import WorkerError
-from titan_ft.run.events import Event, LaunchStarted, ReplicaGaveUp, StepCommitted, WorkerExited, WorkerStarted
+from titan_ft.run.events import (
+    Event,
+    LaunchStarted,
+    ReplicaGaveUp,
+    ReplicaRestarted,
+    StepCommitted,
+    WorkerExited,
+    WorkerStarted,
+)
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
 
@@ -361,12 +370,21 @@ def test_whether_the_run_trains(
 
 def exited(replica: int, error: str | None = "KeyError: 'nope'", attempt: int = 0, **fields: Any) -> WorkerExited:
     fields = {"log": f"rank-{replica}.log", **fields}
+    if "signal" not in fields:
+        fields.setdefault("code", 1)
     return build(WorkerExited, replica=replica, attempt=attempt, error=error, **fields)
 
 
 def rounds(*ends: tuple[WorkerExited, int], groups: tuple[int, ...] = (0, 1)) -> list[str]:
-    common = CommonEnd()
-    return [common.observe_exit(event, step, groups) for event, step in ends]
+    """Take the ends as the launcher does: through the fold of the run, which knows the first end of each attempt."""
+    common, fold, reasons = CommonEnd(), RunFold(3), []
+    for event, step in ends:
+        if event.attempt > fold.groups[event.replica].attempt:
+            fold.observe(build(ReplicaRestarted, replica=event.replica, attempt=event.attempt))
+        fold.observe(event)
+        is_cause = fold.groups[event.replica].failed_exit is event
+        reasons.append(common.observe_exit(event, step, groups) if is_cause else "")
+    return reasons
 
 
 def test_all_groups_end_alike_twice() -> None:

@@ -1,36 +1,31 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fold the events of a running job into the facts that faults need: contributors, effects of faults, processes."""
+"""The facts of a running job that faults need: contributors, processes, and effects of faults.
+
+A view of the fold of the job's events (`titan_ft.history.fold`), with what only chaos asks: whether
+the effect of a fault on a group is over.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from titan_ft.chaos.effect import Effect
 from titan_ft.chaos.processes import Unreachable, Worker
 from titan_ft.chaos.schedule import GroupView, View
-from titan_ft.faults.fault import Fault, Need
+from titan_ft.faults.fault import Ending, Fault, Need
 from titan_ft.faults.outside import Signal
+from titan_ft.history.fold.group import GroupFold
+from titan_ft.history.fold.run import RunFold
 from titan_ft.run.events import (
-    AgentEnded,
-    Drained,
     Event,
     FaultInjected,
     GradientExcluded,
     HealFinished,
-    Hung,
-    LaunchFinished,
-    LaunchStarted,
-    LaunchStopping,
     LighthouseStarted,
-    RankSilent,
-    ReplicaGaveUp,
     StepCommitted,
     Target,
-    TrainingFinished,
-    WorkerExited,
     WorkerStarted,
 )
 
@@ -38,29 +33,55 @@ _KEPT_DIGESTS = 8
 """Newest steps whose digests are compared."""
 
 
-@dataclass
 class Group:
-    """What is known of one group. A life is one start of its workers."""
+    """What faults need to know of one group. A life is one start of its workers."""
 
-    replica: int
-    life: int = 0
-    """How often its workers were seen to start."""
-    attempt: int | None = None
-    """Number of its newest start, as its workers tell it."""
-    dead: bool = False
-    """This life is over, or about to be."""
-    contributes: bool = False
-    left_out_of: int = -1
-    """Newest step that others committed without it."""
-    workers: dict[int, Worker] = field(default_factory=dict)
-    agent: Worker | None = None
-    """The process that keeps its workers, where that is this project's."""
-    effects: list[Effect] = field(default_factory=list)
-    """Those of faults of which it has yet to show that they are over."""
+    def __init__(self, fold: GroupFold) -> None:
+        self.fold = fold
+        self.effects: list[Effect] = []
+        """Those of faults of which it has yet to show that they are over."""
+        self.is_hit_by_others = False
+        """Whether another chaos runner has hit the group since its last commit."""
+
+    @property
+    def life(self) -> int:
+        """How often its workers were seen to start."""
+        return self.fold.num_starts
+
+    @property
+    def attempt(self) -> int | None:
+        """Number of its newest start; None before the first."""
+        return self.fold.started_attempt
+
+    @property
+    def workers(self) -> dict[int, Worker]:
+        """The workers of its newest start, by rank."""
+        return {start.rank: _worker(start) for start in self.fold.workers}
+
+    @property
+    def agent(self) -> Worker | None:
+        """The process that keeps its workers, if that is this project's."""
+        start = self.fold.last_start
+        if start is None or start.agent_pid is None:
+            return None
+        return Worker(f"the agent of group {self.fold.slot}", start.agent_pid, start.host, start.mono, start.slurm)
 
     @property
     def up(self) -> bool:
-        return self.contributes and not self.dead and not self.effects
+        """Whether it trains with the others, and nothing that was done to it shows any more."""
+        return self._trains and not self.effects and not self.is_hit_by_others
+
+    @property
+    def _trains(self) -> bool:
+        if self.attempt is None:
+            return False  # its processes are not known, and an order needs the number of its attempt
+        return self.fold.contributes and self.fold.state == "training" and not self.fold.is_ending
+
+    def take_commit(self, event: StepCommitted) -> None:
+        """Take a commit of its rank 0. Only a group's own commits show that it is up, not those of others."""
+        if event.contributed and self._trains:
+            self.is_hit_by_others = False
+            self.effects = [effect for effect in self.effects if not effect.is_over(self.life, event.time)]
 
 
 class Job:
@@ -72,38 +93,57 @@ class Job:
 
     def __init__(self, lighthouse_pid: Callable[[], int | None] = lambda: None) -> None:
         self._lighthouse_pid, self._had_lighthouse = lighthouse_pid, False
+        self._run = RunFold()
         self._forget()
 
     def _forget(self) -> None:
-        self._stopping = self._launched = False
-        self._finished: set[int] = set()
         self.trained_together = False
         """A step to which all groups contributed has been committed."""
-        self.newest_lighthouse: LighthouseStarted | None = None
-        """The newest one that the launcher has started."""
-        self._num_groups = 0
-        self._num_ranks = 1
         self._groups: dict[int, Group] = {}
-        # Until the job says otherwise; an order may then find no taker.
-        self._meets = {Need.AGENT, Need.CHECKPOINT, Need.KEEPER}
         self._digests: dict[int, dict[tuple[int, int], tuple[str, float]]] = {}
+
+    @property
+    def newest_lighthouse(self) -> LighthouseStarted | None:
+        """The newest one that the launcher has started."""
+        return self._run.lighthouse
 
     @property
     def ended(self) -> bool:
         """Tell whether its training is over, or being stopped: nothing that is broken now would be repaired."""
-        return self._stopping or bool(self._finished)
+        run = self._run
+        is_stopping = run.stopping is not None or run.launch_end is not None
+        # Exit status 0 alone is no proof: a loader of the user's may end its process, and the others train on.
+        finished = (group.state == "finished" and group.has_announced_end for group in run.groups.values())
+        return is_stopping or any(finished)
 
     def view(self) -> View:
         """Return what faults are aimed by."""
         self._had_lighthouse = self._had_lighthouse or self._lighthouse_pid() is not None
-        met = self._meets | ({Need.LIGHTHOUSE} if self._had_lighthouse else set())
-        replicas = sorted({*range(self._num_groups), *self._groups})
-        groups = {replica: GroupView(replica, self._num_ranks, self.group(replica).up) for replica in replicas}
+        met = self._needs_met() | ({Need.LIGHTHOUSE} if self._had_lighthouse else set())
+        replicas = sorted({*self._run.groups, *self._groups})
+        num_ranks = self._num_ranks()
+        groups = {replica: GroupView(replica, num_ranks, self.group(replica).up) for replica in replicas}
         return View(groups, frozenset(met))
+
+    def _needs_met(self) -> set[Need]:
+        start = self._run.worker
+        if start is None or start.config is None:
+            # Until the job says otherwise; an order may then find no taker.
+            return {Need.AGENT, Need.CHECKPOINT, Need.KEEPER}
+        told = {
+            Need.AGENT: start.config.chaos,
+            Need.CHECKPOINT: start.config.checkpoint,
+            Need.KEEPER: self._run.launched or start.slurm is not None,
+        }
+        return {need for need, met in told.items() if met}
+
+    def _num_ranks(self) -> int:
+        least = self._run.num_ranks if self._run.launched else 1
+        return max([least, *(rank + 1 for group in self._run.groups.values() for rank in group.ranks)])
 
     def everyone(self) -> list[Worker]:
         """Return all workers of the groups' newest lives."""
-        return [worker for group in self._groups.values() for worker in group.workers.values()]
+        return [worker for slot in self._run.groups for worker in self.group(slot).workers.values()]
 
     def processes(self, fault: Signal, target: Target) -> list[Worker]:
         """Return the processes of a target that a fault signals; those that are known.
@@ -129,7 +169,9 @@ class Job:
 
     def group(self, replica: int) -> Group:
         """Return what is known of a group; of one that has said nothing yet, too."""
-        return self._groups.setdefault(replica, Group(replica))
+        group = self._groups.setdefault(replica, Group(GroupFold(replica)))
+        group.fold = self._run.groups.get(replica, group.fold)
+        return group
 
     def affect(self, fault: Fault, shot: int, target: Target) -> Effect:
         """Note that a fault is about to hit a target, which is not up until that is over."""
@@ -153,83 +195,34 @@ class Job:
 
     def fold(self, event: Event) -> None:
         """Take in one event; they should come in order of time."""
+        before = self._run.num_launches
+        self._run.observe(event)
+        if self._run.num_launches != before:  # a run directory may hold several launches
+            self._forget()
+        self._note_common_step(event)
         match event:
-            case LaunchStarted():  # a run directory may hold several launches
-                self._forget()
-                self._launched = True
-                self._num_groups, self._num_ranks = event.replicas, event.ranks_per_replica
-            case LighthouseStarted():
-                self.newest_lighthouse = event
-            case LaunchStopping() | LaunchFinished():
-                self._stopping = True
             case GradientExcluded():
                 for slot in event.slots:
-                    for effect in self.group(slot).effects:
-                        effect.end("excluded", event.time)
+                    self._end_effects(slot, "excluded", event.time)
+            case HealFinished() if event.attempt == self.group(event.replica).attempt:
+                self._end_effects(event.replica, "healed", event.time)
             case FaultInjected() if event.attempt is None:
                 self._note_other_runner(event)
-        if event.replica is not None:
-            self._fold_group(self.group(event.replica), event)
+            case StepCommitted() if event.attempt == self.group(event.replica).attempt:
+                if event.digest:
+                    self._compare(event.step, (event.replica, event.rank), event.digest, event.time)
+                if event.rank == 0:
+                    self.group(event.replica).take_commit(event)
 
-    def _fold_group(self, group: Group, event: Event) -> None:
-        if isinstance(event, WorkerStarted):
-            self._start(group, event)
-        if event.attempt is None or event.attempt != group.attempt:
-            return  # of workers that were replaced since, or of an agent about the next attempt
-        match event:
-            case StepCommitted():
-                self._commit(group, event)
-            case TrainingFinished():
-                self._finished.add(group.replica)
-            case WorkerExited() if event.rank in group.workers and event.worker_pid != group.workers[event.rank].pid:
-                pass  # of a worker that was replaced since
-            case WorkerExited() | AgentEnded() | Drained() | Hung() | RankSilent() | ReplicaGaveUp():
-                group.dead, group.contributes = True, False
-            case HealFinished():
-                for effect in group.effects:
-                    effect.end("healed", event.time)
-
-    def _start(self, group: Group, event: WorkerStarted) -> None:
-        """Note a worker; the first one of a new start ends what was known of the last."""
-        rank, attempt = event.rank, event.attempt
-        known = group.workers.get(rank)
-        if attempt != group.attempt or (known is not None and known.pid != event.pid):
-            group.life += 1
-            group.attempt, group.workers = attempt, {}
-            group.dead, group.contributes, group.left_out_of = False, False, -1
-            self._finished.discard(group.replica)
-        name = f"rank {rank} of group {group.replica}"
-        group.workers[rank] = Worker(name, event.pid, event.host, event.mono, event.slurm)
-        if event.agent_pid is not None:
-            agent = f"the agent of group {group.replica}"
-            group.agent = Worker(agent, event.agent_pid, event.host, event.mono, event.slurm)
-        else:
-            group.agent = None
-        self._num_ranks = max(self._num_ranks, rank + 1)
-        if event.config is not None:
-            self._num_groups = self._num_groups or event.config.group_size
-            told = {
-                Need.AGENT: event.config.chaos,
-                Need.CHECKPOINT: event.config.checkpoint,
-                Need.KEEPER: self._launched or event.slurm is not None,
-            }
-            self._meets = {need for need, met in told.items() if met}
-
-    def _commit(self, group: Group, event: StepCommitted) -> None:
-        """Note who contributed to a step. Only a group's own commits show that it is up, not those of others."""
-        step, participants = event.step, event.participants
-        if event.digest:
-            self._compare(step, (group.replica, event.rank), event.digest, event.time)
-        if event.rank != 0:
-            return
-        if self._num_groups and all(replica in participants for replica in range(self._num_groups)):
+    def _note_common_step(self, event: Event) -> None:
+        run = self._run
+        knows_all_groups = run.launched or run.worker is not None
+        if run.commit is event and knows_all_groups and run.groups.keys() <= set(run.commit.participants):
             self.trained_together = True
-        for other in self._groups.values():
-            if other.replica not in participants:
-                other.contributes, other.left_out_of = False, max(step, other.left_out_of)
-        if group.replica in participants and not group.dead and step > group.left_out_of:
-            group.effects = [one for one in group.effects if not one.is_over(group.life, event.time)]
-            group.contributes = True
+
+    def _end_effects(self, slot: int, by: Ending, time: float) -> None:
+        for effect in self.group(slot).effects:
+            effect.end(by, time)
 
     def _compare(self, step: int, who: tuple[int, int], digest: str, time: float) -> None:
         """End the effect of a flipped bit once the group's digest equals another group's: the bit is gone."""
@@ -238,8 +231,9 @@ class Job:
         for old in sorted(self._digests)[:-_KEPT_DIGESTS]:
             del self._digests[old]
         for group in self._groups.values():
-            mine, time = digests.get((group.replica, who[1]), ("", 0.0))
-            others = [digest for (replica, rank), (digest, _) in digests.items() if replica != group.replica]
+            slot = group.fold.slot
+            mine, time = digests.get((slot, who[1]), ("", 0.0))
+            others = [digest for (replica, rank), (digest, _) in digests.items() if replica != slot]
             for effect in group.effects:
                 if mine in others and (effect.target.rank or 0) == who[1]:
                     effect.agree(step, time)
@@ -248,4 +242,8 @@ class Job:
         """Note a fault that another runner injected; what this process injects is noted where it is done."""
         replica = event.target.replica
         if event.pid != os.getpid() and replica is not None:
-            self.group(replica).contributes = False
+            self.group(replica).is_hit_by_others = True
+
+
+def _worker(start: WorkerStarted) -> Worker:
+    return Worker(f"rank {start.rank} of group {start.replica}", start.pid, start.host, start.mono, start.slurm)

@@ -16,8 +16,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from titan_ft.history.fold.group import GroupFold
 from titan_ft.launch.group.children import Child
 from titan_ft.launch.restart_policy import (
     AGENT_CRASHED_CODE,
@@ -26,15 +27,7 @@ from titan_ft.launch.restart_policy import (
     RestartPolicy,
 )
 from titan_ft.run.error_file import WorkerError
-from titan_ft.run.events import (
-    AgentEnded,
-    Event,
-    FaultInjected,
-    ReplicaGaveUp,
-    ReplicaRestarted,
-    StepCommitted,
-    WorkerStarted,
-)
+from titan_ft.run.events import AgentEnded, Event, ReplicaGaveUp, WorkerStarted
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.process import is_running_worker, read_status
 from titan_ft.run.tail import last_exception
@@ -53,49 +46,22 @@ LOST = "lost"
 """`ReplicaGaveUp.cause` of a lost group that is killed because all other groups have ended."""
 
 
-@dataclass(frozen=True)
-class _Worker:
-    pid: int
-    started: float
-    """Monotonic seconds at which the worker wrote its first event.
-
-    A younger process with this pid is another process and must not be killed.
-    """
-
-    @property
-    def is_alive(self) -> bool:
-        return is_running_worker(self.pid, since=self.started)
-
-    def kill(self) -> None:
-        """Kill the worker and all processes that the worker started: they are its process group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-
-
 @dataclass
 class _Agent:
-    """One agent, and what is known of its group since the agent started."""
+    """One agent of the group."""
 
     child: Child
+    first_attempt: int
     started: float
     """Start of the agent, by the keeper's clock."""
     log_offset: int
     """Size of the agents' common log at the start: exceptions before it are of earlier agents."""
-    workers: dict[tuple[int, int], _Worker] = field(default_factory=dict)
-    """The workers of the latest attempt, by attempt and rank."""
-    committed_step: int | None = None
-    """The last update to which the group contributed; None without any."""
-    has_fault: bool = False
-    """Whether chaos injected a fault into the group."""
     found_dead: float | None = None
     """When the keeper found the agent dead, by the keeper's clock."""
     found_frozen: float | None = None
     """When the keeper found the agent stopped although its workers had ended; else None."""
     kill_reason: str = ""
     """Why the keeper killed the agent; empty if it did not."""
-
-    def living_workers(self) -> list[_Worker]:
-        return [worker for worker in self.workers.values() if worker.is_alive]
 
     def describe_end(self, code: int) -> str:
         """Return in words how the agent ended."""
@@ -114,6 +80,7 @@ class AgentKeeper:
     Args:
         paths: of the run.
         policy: decides whether and when another agent is started.
+        read_group: returns the state of the group by the run's events; None before the first.
         start: starts an agent. Gets the number of the agent's first attempt, and the reason for a
             restart, which is empty at the first start. Raises OSError if no process can be started.
         announce: writes an event.
@@ -128,6 +95,7 @@ class AgentKeeper:
         slot: int,
         paths: RunPaths,
         policy: RestartPolicy,
+        read_group: Callable[[], GroupFold | None],
         start: Callable[[int, str], Child],
         announce: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
@@ -135,11 +103,12 @@ class AgentKeeper:
         self.slot = slot
         self._paths = paths
         self._policy = policy
+        self._read_group = read_group
         self._start_agent = start
         self._announce = announce
         self._clock = clock
-        self._latest_attempt = paths.next_attempt(slot)
-        """The latest attempt that has a number, also if its agent could not be started."""
+        self._planned_attempt = paths.next_attempt(slot)
+        """The latest attempt that the keeper gave a number, also if its agent could not be started."""
         self._restart_time: float | None = None
         """When to start the next agent, by the keeper's clock; None outside the pause before it."""
         self._restart_reason = ""
@@ -147,7 +116,7 @@ class AgentKeeper:
         """Why the last start failed; empty once the policy has decided what follows."""
         self._is_over = False
         """Whether no agent follows, except by `take_over`."""
-        self._agent = self._start(self._latest_attempt, "")
+        self._agent = self._start(self._planned_attempt, "")
 
     @property
     def child(self) -> Child:
@@ -167,25 +136,22 @@ class AgentKeeper:
             return None
         return code
 
-    def observe(self, event: Event) -> None:
-        """Note an event; events of other groups are ignored."""
-        if event.replica != self.slot:
-            return
-        agent = self._agent
-        match event:
-            case WorkerStarted():
-                self._latest_attempt = max(self._latest_attempt, event.attempt)
-                for key in list(agent.workers):
-                    attempt, _ = key
-                    if attempt < event.attempt:
-                        del agent.workers[key]
-                agent.workers[event.attempt, event.rank] = _Worker(event.pid, event.mono)
-            case ReplicaRestarted():
-                self._latest_attempt = max(self._latest_attempt, event.attempt)
-            case StepCommitted() if event.own_tokens > 0:
-                agent.committed_step = event.step
-            case FaultInjected():
-                agent.has_fault = True
+    @property
+    def _group(self) -> GroupFold:
+        """The state of the group by the run's events."""
+        return self._read_group() or GroupFold(self.slot)
+
+    @property
+    def _latest_attempt(self) -> int:
+        """The latest attempt that has a number: the keeper's, or one of the agent."""
+        return max(self._planned_attempt, self._group.attempt)
+
+    def _workers(self) -> list[WorkerStarted]:
+        """Return the latest workers of the agent, by rank."""
+        return [worker for worker in self._group.workers if worker.attempt >= self._agent.first_attempt]
+
+    def _living_workers(self) -> list[WorkerStarted]:
+        return [worker for worker in self._workers() if _is_alive(worker)]
 
     def take_over(self, reason: str) -> int:
         """Start an agent for a group that was given up; return the number of its first attempt.
@@ -211,8 +177,8 @@ class AgentKeeper:
         """Kill the agent and its workers, and announce that the group is not started again."""
         self._is_over = True
         self.child.process.kill()
-        for worker in self._agent.living_workers():
-            worker.kill()
+        for worker in self._living_workers():
+            _kill(worker)
         self._announce_give_up(LOST, reason, error="")
 
     def report_death(self) -> None:
@@ -247,19 +213,24 @@ class AgentKeeper:
             # The launcher reads the last events of the workers before the next poll. Without them
             # the policy would not know of the group's last commits.
             return
-        living = agent.living_workers()
+        living = self._living_workers()
         for worker in living:
             # A worker that hangs does not notice the death of its agent and would keep its GPU.
-            worker.kill()
+            _kill(worker)
         waited = self._clock() - agent.found_dead
         if living and waited < MAX_WAIT_FOR_WORKERS_SECONDS:
             return
+        group = self._group
+        attempt, step = group.contributed or (-1, None)
+        if attempt < agent.first_attempt:
+            step = None  # an earlier agent's workers made it
+        has_fault = group.attempt_with_fault is not None and group.attempt_with_fault >= agent.first_attempt
         end = AttemptEnd(
             code,
             alive_seconds=agent.found_dead - agent.started,
-            committed=agent.committed_step is not None,
-            disturbed=agent.has_fault,
-            step=agent.committed_step,
+            committed=step is not None,
+            disturbed=has_fault,
+            step=step,
         )
         decision = self._policy.decide(end)
         ended = self._describe_end(code, restarts=not isinstance(decision, GiveUp))
@@ -268,15 +239,15 @@ class AgentKeeper:
     def _kill_if_frozen(self) -> None:
         """Kill an agent that is stopped (SIGSTOP) and so cannot restart its ended workers."""
         agent = self._agent
-        if not agent.workers or not _is_stopped(agent.child.process.pid) or agent.living_workers():
+        if not self._workers() or not _is_stopped(agent.child.process.pid) or self._living_workers():
             agent.found_frozen = None
             return
         if agent.found_frozen is None:
             agent.found_frozen = self._clock()
         elif self._clock() - agent.found_frozen >= FROZEN_SECONDS:
             # The workers are zombies until their agent ends, but their own children may live on.
-            for worker in agent.workers.values():
-                worker.kill()
+            for worker in self._workers():
+                _kill(worker)
             agent.kill_reason = "its workers ended while its agent was stopped (SIGSTOP)"
             agent.child.process.kill()
 
@@ -343,11 +314,11 @@ class AgentKeeper:
         """Start the next agent; if the host has no room for a process, `poll` tries again."""
         # Never a number that was used before, also if that attempt did not get to start its
         # workers: the events of two attempts would be taken for one.
-        self._latest_attempt = max(self._latest_attempt + 1, self._paths.next_attempt(self.slot))
+        self._planned_attempt = max(self._latest_attempt + 1, self._paths.next_attempt(self.slot))
         self._restart_time = None
         self._start_error = ""
         try:
-            self._agent = self._start(self._latest_attempt, reason)
+            self._agent = self._start(self._planned_attempt, reason)
         except OSError as error:
             self._start_error = f"its agent cannot be started ({error.strerror})"
 
@@ -356,7 +327,7 @@ class AgentKeeper:
         log_offset = log.stat().st_size if log.exists() else 0
         started = self._clock()
         child = self._start_agent(attempt, reason)
-        return _Agent(child, started, log_offset)
+        return _Agent(child, attempt, started, log_offset)
 
 
 def is_death(code: int) -> bool:
@@ -365,6 +336,17 @@ def is_death(code: int) -> bool:
     Any other exit status is the agent's own decision, and the agent wrote an event before.
     """
     return code < 0 or code == AGENT_CRASHED_CODE
+
+
+def _is_alive(worker: WorkerStarted) -> bool:
+    """Return whether a worker runs. A younger process with its pid is another process and must not be killed."""
+    return is_running_worker(worker.pid, since=worker.mono)
+
+
+def _kill(worker: WorkerStarted) -> None:
+    """Kill a worker and all processes that it started: they are its process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.pid, signal.SIGKILL)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
 from titan_ft.config import ConfigError
+from titan_ft.history.fold.group import GroupFold
 from titan_ft.history.notes import name_groups
 from titan_ft.launch.agent_keeper import AgentKeeper
 from titan_ft.launch.going_on import CHECKPOINTS_OFF, describe_stop
@@ -32,19 +33,11 @@ from titan_ft.live.run_status import RunStatus, shape
 from titan_ft.live.status_view import LaunchView
 from titan_ft.run.appender import any_is_cut, retry_waiting
 from titan_ft.run.events import (
-    AgentEnded,
-    CheckpointFailed,
-    CheckpointSaved,
-    Drained,
     Event,
     LaunchFinished,
     LaunchStarted,
     LaunchStopping,
-    ReplicaGaveUp,
-    SavingBeforeLeaving,
     SpareTookOver,
-    StepCommitted,
-    WorkerExited,
 )
 from titan_ft.run.log import EventLog
 from titan_ft.run.stop import StopRequests
@@ -55,9 +48,6 @@ if TYPE_CHECKING:
     from titan_ft.chaos.runner import ChaosRunner
 
 TICK_SECONDS = 0.1
-_TOLD_AT_A_STOP = (AgentEnded, Drained, CheckpointSaved, CheckpointFailed, SavingBeforeLeaving)
-_ANNOUNCED_HERE = (AgentEnded, ReplicaGaveUp, SpareTookOver)
-"""Events of the launcher about groups, which it takes in when it writes them."""
 _LAUNCHER_FAILED = "the launcher failed"
 LOST_SECONDS = 10.0
 """What a lost group gets to be heard of again once all others have ended; then it is killed."""
@@ -263,7 +253,11 @@ class LocalRun:
     def _keep_agent(self, replica: int) -> AgentKeeper:
         policy = RestartPolicy(self.plan.options.max_restarts, run_trains=lambda: has_trained(self.plan.paths))
         start = partial(self._start_agent, replica)
-        return AgentKeeper(replica, self.plan.paths, policy, start, self._announce)
+        read_group = partial(self._read_group, replica)
+        return AgentKeeper(replica, self.plan.paths, policy, read_group, start, self._announce)
+
+    def _read_group(self, slot: int) -> GroupFold | None:
+        return self.status.fold.groups.get(slot)
 
     def _start_agent(self, replica: int, attempt: int, takeover: str) -> Child:
         """Start a group's agent: a fork of the zygote where there is one, else a process that imports everything.
@@ -345,7 +339,8 @@ class LocalRun:
         """Fold and show what happened since the last call."""
         retry_waiting()
         for event in self._tail.poll():
-            if not isinstance(event, _ANNOUNCED_HERE) or event.pid != os.getpid():
+            # The launcher takes in its own events about groups when it writes them.
+            if event.replica is None or event.pid != os.getpid():
                 self._observe(event)
         line = self.status.observe_cut(self._tail.cut, time.monotonic())
         if line is not None:
@@ -360,39 +355,38 @@ class LocalRun:
         self._observe(event)
 
     def _observe(self, event: Event) -> None:
-        if isinstance(event, StepCommitted) and self._trains_since is None:
-            self._trains_since = time.monotonic()
         if self._chaos is not None:
             self._chaos.observe(event)
-        if event.replica in self._agents:
-            self._agents[event.replica].observe(event)
         line = self.status.observe(event)
-        self._hopeless = self._hopeless or self._judge(event)
+        if self.status.step is not None and self._trains_since is None:
+            self._trains_since = time.monotonic()
+        group = self.status.fold.groups.get(-1 if event.replica is None else event.replica)
+        mistake = ""
+        if group is not None:
+            self._hopeless = self._hopeless or self._judge(group, event)
+            if group.give_up is event:
+                mistake = group.give_up.mistake
         if self._metrics:
             self._metrics.observe(event)
         if self._curve:
             self._curve.observe(event)
-        # When the whole run is stopped, workers do not "die" one by one; one that somebody else killed did.
         stopping = self.stop or self._time_is_up
-        killed = isinstance(event, WorkerExited) and event.signal is not None
-        if isinstance(event, ReplicaGaveUp) and event.mistake:
-            self._mistake = self._mistake or event.mistake  # all groups have it, and it is one line, at the end
-        elif line is not None and (not stopping or killed or isinstance(event, _TOLD_AT_A_STOP)):
+        if mistake:
+            self._mistake = self._mistake or mistake  # all groups have it, and it is one line, at the end
+        elif line is not None and (not stopping or status.is_shown_at_a_stop(event)):
             self.view.line(line)
 
-    def _judge(self, event: Event) -> str:
+    def _judge(self, group: GroupFold, event: Event) -> str:
         """Return why an event shows that no further start of a group helps the run; empty for nearly all."""
-        match event:
-            case WorkerExited() if event.replica in self.status.fold.groups:
-                over = (status.FAILED, status.FINISHED, status.DRAINED)
-                there = [slot for slot, state in self.status.states.items() if state not in over]
-                step = self.status.fold.groups[event.replica].held_step or 0
-                return self._common_end.observe_exit(event, step, there)
-            case ReplicaGaveUp():
-                # Commits of which no event tells, because the disk is full, are commits all the same.
-                paths = self.plan.paths
-                trained = self._trains_since is not None or any_is_cut(paths.events, paths.workers_pattern())
-                return self._common_end.observe_loss(event, trained)
+        if group.failed_exit is event:
+            over = (status.FAILED, status.FINISHED, status.DRAINED)
+            there = [slot for slot, state in self.status.states.items() if state not in over]
+            return self._common_end.observe_exit(group.failed_exit, group.held_step or 0, there)
+        if group.give_up is event:
+            # Commits of which no event tells, because the disk is full, are commits all the same.
+            paths = self.plan.paths
+            trained = self._trains_since is not None or any_is_cut(paths.events, paths.workers_pattern())
+            return self._common_end.observe_loss(group.give_up, trained)
         return ""
 
     def _keep_agents(self, codes: dict[int, int | None]) -> None:

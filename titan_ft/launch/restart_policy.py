@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from titan_ft.history.fold.group import GroupFold
+from titan_ft.history.fold.run import RunFold
 from titan_ft.launch.group.own_end import EARLY_END, code_of, kind_of_end, may_be_the_host, name_end
 from titan_ft.run.appender import any_is_cut
 from titan_ft.run.error_file import WorkerError
@@ -108,20 +110,36 @@ class GiveUp:
 
 
 class AttemptEvents:
-    """What the workers of one attempt of a group have announced.
+    """Follows the workers of one attempt of a group.
 
     Args:
-        pattern: of the names of their event files.
+        slot: of the group.
     """
 
-    def __init__(self, folder: Path, pattern: str) -> None:
-        self._folder, self._pattern = folder, pattern
-        self._tail = EventTail(folder, StepCommitted, Drained, FaultInjected, pattern=pattern, from_start=True)
-        self.step: int | None = None
-        """Last step that the group contributed to; None without any."""
-        self.drained = False
-        """Whether it was asked to leave, and did."""
-        self._hit = False
+    def __init__(self, paths: RunPaths, slot: int, attempt: int) -> None:
+        self._folder, self._pattern = paths.events, paths.workers_pattern(slot, attempt)
+        # Other events say nothing about a restart, and are not decoded.
+        wanted = (StepCommitted, Drained, FaultInjected)
+        self._tail = EventTail(self._folder, *wanted, pattern=self._pattern, from_start=True)
+        self._fold = RunFold(slot + 1)
+        self._slot = slot
+        self._has_left = False
+
+    @property
+    def step(self) -> int | None:
+        """The last step to which the group contributed; None without any."""
+        contributed = self._group.contributed
+        return None if contributed is None else contributed[1]
+
+    @property
+    def committed(self) -> bool:
+        """Whether the group contributed to a step."""
+        return self._group.contributed is not None
+
+    @property
+    def drained(self) -> bool:
+        """Whether the group was asked to leave, and did."""
+        return self._has_left or self._group.state == "left"
 
     @property
     def disturbed(self) -> bool:
@@ -130,7 +148,7 @@ class AttemptEvents:
         On a full disk the events of a worker wait in its memory, and a SIGKILL takes them along. A group whose commits
         nobody could see must not be given up because its attempts seem to have come to nothing.
         """
-        return self._hit or self.is_cut
+        return self._group.attempt_with_fault is not None or self.is_cut
 
     @property
     def is_cut(self) -> bool:
@@ -138,20 +156,17 @@ class AttemptEvents:
         return any_is_cut(self._folder, self._pattern)
 
     @property
-    def committed(self) -> bool:
-        """Whether the group contributed to a step."""
-        return self.step is not None
+    def _group(self) -> GroupFold:
+        return self._fold.groups[self._slot]
+
+    def note_leave(self) -> None:
+        """Note that a worker has left in order by its exit status; its event may be missing."""
+        self._has_left = True
 
     def poll(self) -> None:
         """Take in what is new; call it every now and then, so that it is never much."""
         for event in self._tail.poll():
-            match event:
-                case StepCommitted() if event.own_tokens > 0:
-                    self.step = event.step
-                case Drained():
-                    self.drained = True
-                case FaultInjected():
-                    self._hit = True
+            self._fold.observe(event)
 
 
 def has_trained(paths: RunPaths) -> bool:
@@ -309,22 +324,18 @@ class CommonEnd:
     def __init__(self) -> None:
         self._latest: dict[int, tuple[int, str]] = {}
         """By group: step and kind of its last end, since the last time that these were the same for all."""
-        self._attempts: dict[int, int] = {}
-        """By group: the attempt of which the first end, that of the cause, was seen."""
         self._rounds: Counter[tuple[int, str]] = Counter()
 
     def observe_exit(self, event: WorkerExited, step: int, groups: Collection[int]) -> str:
-        """Take the end of a worker; return why the run is to stop, or nothing.
+        """Take the end of a worker that ended an attempt; return why the run is to stop, or nothing.
 
         Groups that end alike and lose the state with it come back to that step from a checkpoint, and end there again.
 
         Args:
+            event: `GroupFold.failed_exit` of the group.
             step: last step that its group has committed.
             groups: those that are still in the run.
         """
-        if event.stopped or self._attempts.get(event.replica) == event.attempt:
-            return ""
-        self._attempts[event.replica] = event.attempt
         # Who is not started again anyway says nothing of starts: others may yet save the last step that it could not.
         if event.transient or event.code in (CONFIG_ERROR_CODE, FINAL_CODE):
             return ""

@@ -248,6 +248,16 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
     return None if line_of_group is None else f"{name} {line_of_group(event, run.unit)}"
 
 
+def is_shown_at_a_stop(event: ev.Event) -> bool:
+    """Return whether the line of an event is shown while the whole run is being stopped.
+
+    Workers do not "die" one by one then. But a worker that somebody else killed did.
+    """
+    told = ev.AgentEnded | ev.Drained | ev.CheckpointSaved | ev.CheckpointFailed | ev.SavingBeforeLeaving
+    was_killed = isinstance(event, ev.WorkerExited) and event.signal is not None
+    return was_killed or isinstance(event, told)
+
+
 def _describe_loss(before: Mapping[int, str], run: RunFold, event: ev.GroupLost) -> str | None:
     group = run.groups.get(event.slot)
     if group is None or state_of(group, run) != LOST or before.get(event.slot) == LOST:

@@ -105,6 +105,8 @@ class GroupFold:
     """The attempt of the workers that were seen to start last; None before the first."""
     num_starts: int = 0
     """How often the workers were seen to start."""
+    last_start: ev.WorkerStarted | None = None
+    """The start of the worker that started last; None before the first."""
     num_restarts: int = 0
     """How often an agent or the launcher started the group again."""
     ranks: dict[int, RankFold] = field(default_factory=dict)
@@ -149,6 +151,10 @@ class GroupFold:
     """The report of another group that this group is lost; None once this group is heard again."""
     failure: FailureSpan | None = None
     """The failure from which the group has not come back yet."""
+    failed_exit: ev.WorkerExited | None = None
+    """The end of the worker that ended the last attempt which failed by a worker; None without any."""
+    give_up: ev.ReplicaGaveUp | None = None
+    """Why the group was given up last; None if it never was."""
     num_failed_attempts: int = 0
     """Failed attempts since the group last contributed to an update."""
     gets_no_restart: bool = False
@@ -170,6 +176,12 @@ class GroupFold:
     def is_away(self) -> bool:
         """Whether the group has failed and not come back, or has left."""
         return self.failure is not None or self.state in ("left", "died")
+
+    @property
+    def workers(self) -> list[ev.WorkerStarted]:
+        """The starts of the workers of the attempt that started last, by rank."""
+        ranks = [rank for _, rank in sorted(self.ranks.items()) if rank.attempt == self.started_attempt]
+        return [rank.started for rank in ranks if rank.started is not None]
 
     def begin_attempt(self, attempt: int) -> None:
         """Note the start of an attempt, which holds no state yet."""

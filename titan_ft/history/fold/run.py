@@ -46,13 +46,14 @@ class RunFold:
     Attributes:
         failures: of all launches, in the order in which they were noticed.
         hosts: of all launches.
+        num_launches: how many launches the folder holds.
         launched: True for `titan-ft launch`, False for groups that were started one by one.
         num_ranks: ranks of each group; 0 without a launcher.
         step: the last update of the latest launch; None before the first.
         commit: the first event of that update.
         steps: the number of updates and of their exchanges.
         target: torchtitan's last step (`training.steps`); None if unknown.
-        config: of the worker that started last; None if unknown.
+        worker: the start of the worker that announced its config last; None before it.
         unit: converts updates to torchtitan's steps.
         started: Unix seconds of the first event; None before it.
         last_event: Unix seconds of the last event.
@@ -63,6 +64,7 @@ class RunFold:
     def __init__(self, num_groups: int = 0) -> None:
         self.failures: list[FailureSpan] = []
         self.hosts = HostsFold()
+        self.num_launches = 0
         self._reset(num_groups)
 
     def _reset(self, num_groups: int) -> None:
@@ -75,7 +77,7 @@ class RunFold:
         self.commit: ev.StepCommitted | None = None
         self.steps = CommittedSteps()
         self.target: int | None = None
-        self.config: ev.WorkerConfig | None = None
+        self.worker: ev.WorkerStarted | None = None
         self.unit: Unit = STEP
         self.started: float | None = None
         self.last_event = 0.0
@@ -98,10 +100,10 @@ class RunFold:
         self.checkpoints.observe(event)
         if event.replica is None:
             return
-        if isinstance(event, ev.FaultEvent):
-            self._note_agent_fault(event.replica, event)
-            return
         self._add_groups(event.replica, event)
+        if isinstance(event, ev.FaultEvent):
+            self._note_agent_fault(self.groups[event.replica], event)
+            return
         group = self.groups[event.replica]
         if isinstance(event, ev.WorkerExited):
             group.observe_exit(event)
@@ -122,6 +124,7 @@ class RunFold:
         match event:
             case ev.LaunchStarted():
                 self._reset(event.replicas)
+                self.num_launches += 1
                 self.launched = True
                 self.num_ranks = event.ranks_per_replica
             case ev.LaunchStopping():
@@ -149,11 +152,8 @@ class RunFold:
             case ev.HostLeft():
                 self.hosts.note_left(event)
 
-    def _note_agent_fault(self, slot: int, event: ev.FaultEvent) -> None:
-        """Note an event of the chaos agent in a worker of group `slot`."""
-        group = self.groups.get(slot)
-        if group is None:
-            return
+    def _note_agent_fault(self, group: GroupFold, event: ev.FaultEvent) -> None:
+        """Note an event of the chaos agent in a worker of a group."""
         if event.rank is not None:
             group.observe_rank(event, event.rank)
         if isinstance(event, ev.FaultInjected) and event.attempt is not None:
@@ -164,7 +164,7 @@ class RunFold:
         slots = {slot}
         if isinstance(event, ev.WorkerStarted) and event.config is not None:
             slots.update(range(event.config.group_size))
-            self.config = event.config
+            self.worker = event
             self.target = event.config.steps or None
             self.unit = Unit.of(event.config)
         missing = slots - self.groups.keys()
@@ -194,9 +194,12 @@ class RunFold:
         # A trainer without this project's agent may start again under the same number.
         is_another = before is not None and before.attempt == event.attempt and before.pid != event.pid
         if group.started_attempt != event.attempt or is_another:
+            if is_another:
+                group.ranks = {rank: group.ranks[rank]}
             group.started_attempt = event.attempt
             group.num_starts += 1
             group.begin_attempt(event.attempt)
+        group.last_start = event
 
     def _apply_agent_event(self, group: GroupFold, event: ev.GroupEvent) -> None:
         match event:
@@ -224,6 +227,7 @@ class RunFold:
                 group.begin_attempt(event.attempt)
             case ev.ReplicaGaveUp():
                 group.state = "given up"
+                group.give_up = event
                 group.is_ending = True
                 if group.reason is None:
                     group.reason = group.last_reason = Reason(
@@ -251,6 +255,7 @@ class RunFold:
         if group.state == "left" and event.cause in (None, "SIGTERM"):
             return
         if event.cause is not None:
+            group.failed_exit = event
             self._fail_attempt(group, event, reason_of(event, group.step))
         elif event.rank == 0:
             # On a full disk, `TrainingFinished` may be missing.
@@ -280,6 +285,8 @@ class RunFold:
                 self._excluded[event.step].update(event.slots)
             case ev.ExchangeFailed():
                 self._broken.setdefault(event.step + 1, event.time)
+            case ev.StepCommitted() if event.own_tokens > 0:
+                group.contributed = (event.attempt, event.step)
         if event.rank != 0:
             return
         match event:
@@ -289,8 +296,6 @@ class RunFold:
                 is_current = event.step >= (self.step or 0)
                 if event.contributed and is_current and group.state == "training":
                     self._come_back(group, event)
-                if event.own_tokens > 0:
-                    group.contributed = (event.attempt, event.step)
             case ev.CheckpointLoaded():
                 group.apply_progress(event, commits_after_load=self.unit.commits_after(event.step))
             case ev.Drained():

@@ -300,7 +300,8 @@ class Agent:
             sibling_failed = root_failure(group.exits()) is not None and not self._stop.impatient()
             final = group.end(self.spec.grace_seconds if sibling_failed else 0.0)
             self._group = None
-        self._attempt_events.drained |= any(exit.has_left for exit in final)
+        if any(exit.has_left for exit in final):
+            self._attempt_events.note_leave()
         for exit in final:
             if exit.rank not in announced:
                 cause = first.describe() if first else "the run was stopped"
@@ -354,8 +355,7 @@ class Agent:
         return None if self.spec.cluster else self.spec.paths.logs(self.spec.replica, attempt, rank)
 
     def _follow(self, attempt: int) -> AttemptEvents:
-        paths = self.spec.paths
-        return AttemptEvents(paths.events, paths.workers_pattern(self.spec.replica, attempt))
+        return AttemptEvents(self.spec.paths, self.spec.replica, attempt)
 
     def _was_sent_away(self) -> bool:
         """Return whether somebody asked the workers to leave while others train on: then the group is to come back.
