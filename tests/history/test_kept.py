@@ -100,6 +100,89 @@ def test_what_came_since_is_added_to_what_is_kept(tmp_path: Path, monkeypatch: p
     assert RunRecord.read(folder).of(type(RunRecord.read(folder, whole=True).events[-1]))[-1].name == "launch_stopping"
 
 
+def test_a_launcher_keeps_the_record_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time a frame is added; what a command reads at the end is what it would have reduced by itself."""
+    run = plain_run()
+    folder = write(run, tmp_path)
+    sizes = []
+    for _ in range(3):
+        kept.keep(folder)
+        sizes.append((folder / kept.FILE).stat().st_size)
+        run.steps(NUM_STEPS)
+        write(run, tmp_path)
+    run.finish()
+    write(run, tmp_path)
+    kept.keep(folder)
+    assert sizes == sorted(set(sizes))
+    assert (inode := (folder / kept.FILE).stat().st_ino)
+    kept.keep(folder)
+    assert (folder / kept.FILE).stat().st_ino == inode
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("the events are reduced already")
+
+    monkeypatch.setattr(kept, "_reduce", refuse)
+    found = RunRecord.read(folder)
+    assert found.firsts
+    assert figures(found) == figures(RunRecord.read(folder, whole=True))
+
+
+def test_the_process_beside_a_launcher_decodes_no_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time would grow with the run."""
+    run = plain_run()
+    folder = write(run, tmp_path)
+    kept.keep(folder)
+    run.steps(NUM_STEPS)
+    write(run, tmp_path)
+    decoder = kept._part_decoder
+    monkeypatch.setattr(kept, "_part_decoder", None)
+    kept.keep(folder)
+    monkeypatch.setattr(kept, "_part_decoder", decoder)
+    assert max(event.step for event in RunRecord.read(folder).firsts) > NUM_STEPS
+
+
+@pytest.mark.parametrize("num_bytes", [1, 50, 1000])
+def test_a_frame_of_a_process_that_was_killed_is_left_out(tmp_path: Path, num_bytes: int) -> None:
+    """Those before it stand, and the next one takes its place."""
+    run = plain_run()
+    folder = write(run, tmp_path)
+    kept.keep(folder)
+    first = (folder / kept.FILE).stat().st_size
+    run.steps(NUM_STEPS)
+    run.finish()
+    write(run, tmp_path)
+    kept.keep(folder)
+    os.truncate(folder / kept.FILE, (folder / kept.FILE).stat().st_size - num_bytes)
+    loaded = kept._load(folder)
+    assert loaded is not None
+    assert loaded.num_bytes == first
+    assert figures(RunRecord.read(folder)) == figures(RunRecord.read(folder, whole=True))
+    loaded = kept._load(folder)
+    assert loaded is not None
+    assert loaded.num_bytes == (folder / kept.FILE).stat().st_size > first
+
+
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_two_processes_that_reduce_the_same_events_keep_them_once(tmp_path: Path, is_anew: bool) -> None:
+    """A command and the launcher's process read the same frames; the second one to write finds the other's work."""
+    run = plain_run()
+    folder = write(run, tmp_path)
+    kept.keep(folder)
+    loaded = kept._load(folder)
+    assert loaded is not None
+    run.steps(NUM_STEPS)
+    run.finish()
+    write(run, tmp_path)
+    late = kept._reduce(sorted(folder.glob("*.jsonl")), loaded)
+    if is_anew:
+        (folder / kept.FILE).rename(folder / "old")
+    kept.keep(folder)
+    written = (folder / kept.FILE).read_bytes()
+    kept._store(folder, late)
+    assert (folder / kept.FILE).read_bytes() == written
+    assert figures(RunRecord.read(folder)) == figures(RunRecord.read(folder, whole=True))
+
+
 def rewrite(folder: Path) -> None:
     """Change one figure in the middle of a file, so that it has the same size and date."""
     path = folder / "1000.jsonl"
@@ -223,8 +306,10 @@ def test_top_shows_a_reduced_run_as_the_whole_one(tmp_path: Path) -> None:
     assert shown.groups == whole.groups
     assert list(shown.lines) == list(whole.lines)
     assert shown.losses.points == whole.losses.points
-    steps = shown.fold.steps
-    assert (steps.num_committed, steps.num_attempted) == (NUM_STEPS * 2 + 3, whole.fold.steps.num_attempted)
+    assert (shown.fold.steps.num_committed, shown.fold.steps.num_attempted) == (
+        NUM_STEPS * 2 + 3,
+        whole.fold.steps.num_attempted,
+    )
     assert shown.outcome == whole.outcome
 
 

@@ -2,18 +2,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep the reduced events of a long run beside its files of events, so that they are read once.
 
-A run of 100,000 steps and 30 groups writes gigabytes. The first command that reads so much reduces it, step by step and
-in little memory (see `usual_steps`), and keeps the result as `events/reduced.msgpack`. Later commands read that, and of
-each file only what came since. The files of events stay the source: what is kept is used only if it was made by this
-version, and if each file still begins with the very bytes that were read.
+A run of 100,000 steps and 30 groups writes gigabytes. `keep` reduces them, step by step and in little memory (see
+`usual_steps`), and keeps the result as `events/reduced.msgpack`: the launcher runs it whenever the files have grown by
+`MIN_BYTES` (`titan_ft.launch.record_keeper`); without a launcher the first command that reads so much does it. Commands
+read what is kept, and of each file only what came since. The files of events stay the source: what is kept is used only
+if it was made by this version, and if each file still begins with the very bytes that were read.
+
+The file is a head and one frame after the other. A frame has what was reduced in one go, and all that the next go
+needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import gc
 import heapq
+import os
+import sys
 import time
 import zlib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Union
@@ -24,16 +33,22 @@ from titan_ft import versions
 from titan_ft.history.usual_steps import Memory, Reducer, Reduction, WentBackError
 from titan_ft.run.events import Event, StepCommitted, kinds
 from titan_ft.run.log import Place, event_files, read_history, stream
+from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.tail import EventTail
 from titan_ft.run.whole_file import write_whole
 
 FILE = "reduced.msgpack"
-FORMAT = 2
+FORMAT = 3
 """Raise it where `Reducer` takes other steps for usual, or says anything else of them."""
 SETTLED_SECONDS = 1.0
 """Events older than this are in their files, whichever host wrote them."""
 MIN_BYTES = 64 * 2**20
 """So many new bytes of events are reduced. Fewer are read as they are: that takes a second."""
+_NICENESS = 15
+"""Of the process beside a launcher: training goes first."""
+_NUMBER_BYTES = 8
+_NUM_NUMBERS = 3
+"""A frame begins with the lengths of its index and its part, and their CRC-32."""
 
 
 class _Source(msgspec.Struct):
@@ -43,17 +58,45 @@ class _Source(msgspec.Struct):
     modified_ns: int  # when the file was last written, if all of it is reduced; else 0
 
 
+class _Index(msgspec.Struct):
+    """How far the files of events are reduced after a frame."""
+
+    sources: dict[str, _Source]
+    memory: Memory
+
+
+class _Part(msgspec.Struct):
+    """What was found in one go."""
+
+    events: list[Any]
+    firsts: list[StepCommitted]
+
+
 class _Kept(msgspec.Struct):
+    """What is kept of a run, or was reduced just now."""
+
     sources: dict[str, _Source]
     memory: Memory
     events: list[Any]
     firsts: list[StepCommitted]
+    num_bytes: int = 0  # of the file, up to the end of the last whole frame; 0 where the file is to be made anew
+    inode: int = 0  # of the file
 
 
 class _Head(msgspec.Struct):
     """Stands alone before the rest, which only the same version can read."""
 
     version: str
+
+
+def keep(folder: Path) -> None:
+    """Reduce what the files of events in a folder have beyond what is kept, if that is much, and keep it.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: names the file and line that is no event.
+    """
+    _bring_up_to_date(folder, with_events=False)
 
 
 def follow(folder: Path) -> tuple[list[Event], EventTail]:
@@ -88,20 +131,27 @@ def read_reduced(folder: Path) -> tuple[Reduction, list[str]]:
     return Reduction([*kept.events, *later], kept.firsts), cut
 
 
-def _bring_up_to_date(folder: Path) -> _Kept | None:
+def _bring_up_to_date(folder: Path, *, with_events: bool = True) -> _Kept | None:
     """Return what is kept, with what came since if that is much; None for a run with few events.
+
+    Args:
+        with_events: whether the events are wanted, and not only that they are kept.
 
     Raises:
         OSError, ValueError: as `read_reduced`.
     """
-    kept = _load(folder)
+    kept = _load(folder, with_events=with_events)
     sizes = {path: path.stat().st_size for path in event_files(folder)}
     known = {} if kept is None else {name: source.place.num_bytes for name, source in kept.sources.items()}
-    if sum(sizes.values()) - sum(known.values()) >= MIN_BYTES:
-        kept = _reduce(list(sizes), kept)
-        with contextlib.suppress(OSError):  # a full or read-only disk: the next command reduces them again
-            _store(folder, kept)
-    return kept
+    if sum(sizes.values()) - sum(known.values()) < MIN_BYTES:
+        return kept
+    found = _reduce(list(sizes), kept)
+    with contextlib.suppress(OSError):  # a full or read-only disk: the next command reduces them again
+        _store(folder, found)
+    if kept is not None and found.num_bytes:
+        found.events = [*kept.events, *found.events]
+        found.firsts = [*kept.firsts, *found.firsts]
+    return found
 
 
 def _reduce(paths: list[Path], kept: _Kept | None) -> _Kept:
@@ -110,6 +160,7 @@ def _reduce(paths: list[Path], kept: _Kept | None) -> _Kept:
     # A file that is read early lacks what one that is read late has, such as the fault that is felt there.
     until = time.time() - SETTLED_SECONDS
     reducer = Reducer(None if kept is None else kept.memory, until)
+    num_bytes, inode = (0, 0) if kept is None else (kept.num_bytes, kept.inode)
     while True:
         places = {path: _copy(known.get(path.name)) for path in paths}
         modified = {path: path.stat().st_mtime_ns for path in paths}
@@ -119,40 +170,76 @@ def _reduce(paths: list[Path], kept: _Kept | None) -> _Kept:
                 reducer.take(event)
         except WentBackError as error:
             unusual = [*reducer.memory.unusual, (error.step, reducer.memory.furthest)]
-            known, kept, reducer = {}, None, Reducer(Memory(unusual=unusual), until)
+            known, num_bytes, reducer = {}, 0, Reducer(Memory(unusual=unusual), until)
             continue
         found = reducer.finish()
         sources = {}
         for path, place in places.items():
             is_all = path.stat().st_size == place.num_bytes
             sources[path.name] = _Source(place, modified[path] if is_all else 0)
-        earlier = _Kept({}, Memory(), [], []) if kept is None else kept
-        return _Kept(
-            sources,
-            reducer.memory,
-            [*earlier.events, *found.events],
-            [*earlier.firsts, *found.firsts],
-        )
+        return _Kept(sources, reducer.memory, found.events, found.firsts, num_bytes, inode)
 
 
 def _copy(source: _Source | None) -> Place:
     return Place() if source is None else msgspec.structs.replace(source.place)
 
 
-def _load(folder: Path) -> _Kept | None:
+def _load(folder: Path, *, with_events: bool = True) -> _Kept | None:
     """Return what is kept, if it can be relied on."""
-    path = folder / FILE
     try:
-        data = path.read_bytes()
+        with (folder / FILE).open("rb") as file:
+            data, inode = file.read(), os.fstat(file.fileno()).st_ino
         if not data.startswith(_head()):
             return None
-        body = memoryview(data)[len(_head()) :]
-        if zlib.crc32(body[4:]) != int.from_bytes(body[:4], "big"):
+        frames = list(_frames(memoryview(data)))
+        if not frames:
             return None
-        kept = _decoder().decode(body[4:])
-        return kept if all(_is_unchanged(folder / name, source) for name, source in kept.sources.items()) else None
+        index = _index_decoder().decode(frames[-1][0])
+        if not all(_is_unchanged(folder / name, source) for name, source in index.sources.items()):
+            return None
+        num_bytes = len(_head()) + len(frames) * _NUM_NUMBERS * _NUMBER_BYTES
+        num_bytes += sum(len(each) for frame in frames for each in frame)
+        kept = _Kept(index.sources, index.memory, [], [], num_bytes, inode)
+        if with_events:
+            _add_events(kept, [part for _, part in frames])
+        return kept
     except (OSError, msgspec.DecodeError, ValueError):
         return None
+
+
+def _frames(data: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yield index and part of each frame, up to one that is not whole: its writer was killed."""
+    position = len(_head())
+    while True:
+        numbers = []
+        for _ in range(_NUM_NUMBERS):
+            numbers.append(int.from_bytes(data[position : position + _NUMBER_BYTES], "big"))
+            position += _NUMBER_BYTES
+        index_bytes, part_bytes, crc = numbers
+        end = position + index_bytes + part_bytes
+        if not index_bytes or end > len(data) or zlib.crc32(data[position:end]) != crc:
+            return
+        yield data[position : position + index_bytes], data[position + index_bytes : end]
+        position = end
+
+
+def _add_events(kept: _Kept, parts: list[memoryview]) -> None:
+    """Decode the events of some frames.
+
+    Python's collector would walk through the millions of objects again and again while they are made, and in all that
+    follows: that took half the time of `check`. There are no cycles among them.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for data in parts:
+            part = _part_decoder().decode(data)
+            kept.events += part.events
+            kept.firsts += part.firsts
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _is_unchanged(path: Path, source: _Source) -> bool:
@@ -176,9 +263,30 @@ def _is_unchanged(path: Path, source: _Source) -> bool:
     return crc == source.place.crc
 
 
-def _store(folder: Path, kept: _Kept) -> None:
-    body = msgspec.msgpack.encode(kept)
-    write_whole(folder / FILE, _head() + zlib.crc32(body).to_bytes(4, "big") + body)
+def _store(folder: Path, found: _Kept) -> None:
+    """Append a frame with what was found, or make the file anew.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    index = msgspec.msgpack.encode(_Index(found.sources, found.memory))
+    body = index + msgspec.msgpack.encode(_Part(found.events, found.firsts))
+    numbers = (len(index), len(body) - len(index), zlib.crc32(body))
+    frame = b"".join(number.to_bytes(_NUMBER_BYTES, "big") for number in numbers) + body
+    path = folder / FILE
+    if not found.num_bytes:
+        write_whole(path, _head() + frame)
+        return
+    with path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.seek(found.num_bytes)
+        # Another process may have made the file anew meanwhile, or have appended a frame of the same events.
+        is_another = os.fstat(file.fileno()).st_ino != found.inode
+        if is_another or any(_frames(memoryview(bytes(len(_head())) + file.read()))):
+            return
+        file.truncate(found.num_bytes)
+        file.seek(found.num_bytes)
+        file.write(frame)
 
 
 @cache
@@ -190,7 +298,21 @@ def _head() -> bytes:
 
 
 @cache
-def _decoder() -> msgspec.msgpack.Decoder[_Kept]:
+def _index_decoder() -> msgspec.msgpack.Decoder[_Index]:
+    return msgspec.msgpack.Decoder(_Index)
+
+
+@cache
+def _part_decoder() -> msgspec.msgpack.Decoder[_Part]:
     any_event: Any = Union[tuple(kinds())]  # noqa: UP007  # of a tuple that is known at run time only
-    known = msgspec.defstruct("_Known", [("events", list[any_event])], bases=(_Kept,))
+    known = msgspec.defstruct("_Known", [("events", list[any_event])], bases=(_Part,))
     return msgspec.msgpack.Decoder(known)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    os.nice(_NICENESS)
+    # By its own name: as __main__ this module has classes of its own.
+    from titan_ft.history import kept
+
+    kept.keep(Path(sys.argv[1]))

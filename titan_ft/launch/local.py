@@ -25,6 +25,7 @@ from titan_ft.launch.group.worker_group import open_log, usual_env
 from titan_ft.launch.group.zygote import IMPORT_SECONDS, Zygote, is_possible
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
+from titan_ft.launch.record_keeper import RecordKeeper
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd, RestartPolicy, has_trained, may_replace
 from titan_ft.live import status
 from titan_ft.live.job_curve import JobCurve
@@ -81,6 +82,7 @@ class LocalRun:
             self._children,
             self._events,
         )
+        self._record = RecordKeeper(plan.paths.events, self._children, plan.paths.record_log)
         self._agents: dict[int, AgentKeeper] = {}
         self._num_spares = plan.options.spares
         self._zygote: Zygote | None = None
@@ -286,6 +288,7 @@ class LocalRun:
             self._lighthouse.poll()
             self._watch_zygote()
             self._refresh()
+            self._record.poll()
             if self.stop:
                 return self._interrupted()
             if self._chaos is not None:

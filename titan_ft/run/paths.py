@@ -69,6 +69,11 @@ class RunPaths:
         """Output of the process that all groups of the launch are forked from."""
         return self.root / "logs" / "zygote.log"
 
+    @property
+    def record_log(self) -> Path:
+        """Output of the processes that reduce the events of a long run; there is none for a short run."""
+        return self.root / "logs" / "record.log"
+
     def agent_log(self, replica: int) -> Path:
         """Output of the agent of one group (not of its workers)."""
         return self.root / "logs" / f"replica-{replica}" / "supervisor.log"
