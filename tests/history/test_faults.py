@@ -67,7 +67,8 @@ def test_every_view_counts_the_same_faults(events: list[Event]) -> None:
     assert sum(stall["injected"] for stall in shown["stalls"]) == TOTAL
     assert f"faults injected                {TOTAL}" in text_of(summary_table(summarize(record)))
     assert figures(record)["faults injected"] == f"{TOTAL} of {len(KINDS)} kinds"
-    run, server = RunStatus(), MetricsServer(0)
+    run = RunStatus()
+    server = MetricsServer(run.fold, 0)
     try:
         for event in events:
             run.observe(event)

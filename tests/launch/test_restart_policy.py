@@ -382,7 +382,7 @@ def rounds(*ends: tuple[WorkerExited, int], groups: tuple[int, ...] = (0, 1)) ->
         if event.attempt > fold.groups[event.replica].attempt:
             fold.observe(build(ReplicaRestarted, replica=event.replica, attempt=event.attempt))
         fold.observe(event)
-        is_cause = fold.groups[event.replica].failed_exit is event
+        is_cause = fold.groups[event.replica].failed_by is event
         reasons.append(common.observe_exit(event, step, groups) if is_cause else "")
     return reasons
 

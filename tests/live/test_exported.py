@@ -18,6 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.event_builder import build
+from titan_ft.history.fold.run import RunFold
 from titan_ft.live import ALERTS, DASHBOARD, status
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.run_status import RunStatus
@@ -39,7 +40,7 @@ OF_HISTOGRAM = ("_bucket", "_sum", "_count")
 @cache
 def exported() -> dict[str, tuple[str, tuple[str, ...], str]]:
     """Return type, labels and help of each metric by its name in queries; a histogram by its family."""
-    server = MetricsServer(0, run={"run_dir": "/runs/a"})
+    server = MetricsServer(RunFold(), 0, run={"run_dir": "/runs/a"})
     try:
         server.observe(build(ev.ChaosStarted))
         server.update(RunStatus(1).groups)

@@ -22,11 +22,13 @@ import titan_ft
 from tests.event_builder import build, named
 from titan_ft.config import ConfigError
 from titan_ft.faults.catalogue import FAULTS
+from titan_ft.history.fold.run import RunFold
 from titan_ft.live import status
 from titan_ft.live.group_metrics import GroupMetrics
 from titan_ft.live.metrics import FAILURE_CAUSES, MetricsServer, split_address
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status import STATES
+from titan_ft.run.events import Event
 from titan_ft.run.log import encode
 from titan_ft.run.paths import RunPaths
 
@@ -40,9 +42,21 @@ def _servers_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BaseServer, "serve_forever", partialmethod(BaseServer.serve_forever, 0.01))
 
 
+class FedServer(MetricsServer):
+    """Feeds the fold of the run before it counts, as the launcher does."""
+
+    def __init__(self) -> None:
+        self.fold = RunFold()
+        super().__init__(self.fold, 0)
+
+    def observe(self, event: Event) -> None:
+        self.fold.observe(event)
+        super().observe(event)
+
+
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    server = MetricsServer(0)
+    server = FedServer()
     yield server
     server.close()
 
@@ -149,6 +163,7 @@ def test_failures_of_all_kinds_are_there_from_the_start(server: MetricsServer) -
     assert len(failures) == 2 * (len(FAILURE_CAUSES) + 1)
     assert set(failures.values()) == {0}
     for attempt, how in enumerate(({"signal": "SIGKILL"}, {"code": 1}, {"code": 77}, {"signal": "SIGXCPU"})):
+        server.observe(event("worker_started", 1, attempt=attempt))
         server.observe(event("worker_exited", 1, attempt=attempt, stopped=False, **how))
     after = scrape(server)
     assert after.keys() == before.keys()
@@ -167,7 +182,7 @@ def test_faults_of_all_kinds_are_there_once_chaos_begins(server: MetricsServer) 
 
 def test_what_runs(server: MetricsServer) -> None:
     """Versions and the run's own labels stand beside the figures, to join them with."""
-    other = MetricsServer(0, run={"job_id": "job-1", "run_dir": "/runs/a"})
+    other = MetricsServer(RunFold(), 0, run={"job_id": "job-1", "run_dir": "/runs/a"})
     try:
         found = scrape(other)
         assert value(found, "run_info", job_id="job-1", run_dir="/runs/a") == 1
@@ -344,7 +359,7 @@ def test_a_lost_group_does_not_just_vanish(tmp_path: Path) -> None:
 
 def test_two_servers_share_nothing(server: MetricsServer) -> None:
     """Each run has a registry of its own."""
-    other = MetricsServer(0)
+    other = FedServer()
     try:
         server.observe(step(1))
         assert value(scrape(other), "steps_committed_total") == 0
@@ -355,7 +370,7 @@ def test_two_servers_share_nothing(server: MetricsServer) -> None:
 def test_port_that_is_taken(server: MetricsServer) -> None:
     """It is refused in one line: field, rule, value, what to do; so is an address of another host."""
     with pytest.raises(ConfigError) as caught:
-        MetricsServer(server.port)
+        MetricsServer(RunFold(), server.port)
     line = str(caught.value)
     assert line.startswith(
         f"--metrics-port must be a free port of an address of this host, got 127.0.0.1:{server.port}"
@@ -363,16 +378,16 @@ def test_port_that_is_taken(server: MetricsServer) -> None:
     assert "choose another" in line
     assert "\n" not in line
     with pytest.raises(ConfigError, match=r"got 192\.0\.2\.1:0 "):
-        MetricsServer(0, "192.0.2.1")
+        MetricsServer(RunFold(), 0, "192.0.2.1")
 
 
 def test_closed_server_gives_its_port_back() -> None:
     """After the end nothing listens there, and the next run may."""
-    server = MetricsServer(0)
+    server = FedServer()
     server.close()
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", server.port)) != 0
-    MetricsServer.at(f"127.0.0.1:{server.port}", {}).close()
+    MetricsServer.at(RunFold(), f"127.0.0.1:{server.port}", {}).close()
 
 
 @pytest.mark.parametrize(

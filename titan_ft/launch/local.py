@@ -39,6 +39,7 @@ from titan_ft.run.events import (
     LaunchStarted,
     LaunchStopping,
     SpareTookOver,
+    WorkerExited,
 )
 from titan_ft.run.log import EventLog
 from titan_ft.run.stop import StopRequests
@@ -67,7 +68,9 @@ class LocalRun:
         self.plan, self.stop = plan, stop
         self.status = RunStatus(plan.num_replicas)
         # First: when its port is taken, the folder must not look as if a run had been in it.
-        self._metrics = MetricsServer.at(plan.options.metrics_port, plan.labels) if plan.options.metrics_port else None
+        self._metrics = None
+        if plan.options.metrics_port:
+            self._metrics = MetricsServer.at(self.status.fold, plan.options.metrics_port, plan.labels)
         self._curve = None if plan.job_curve is None else JobCurve(plan.job_curve, lambda text: self.view.error(text))
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
         # The token is not on any command line, where other users of the host could read it.
@@ -381,10 +384,10 @@ class LocalRun:
 
     def _judge(self, group: GroupFold, event: Event) -> str:
         """Return why an event shows that no further start of a group helps the run; empty for nearly all."""
-        if group.failed_exit is event:
+        if group.failed_by is event and isinstance(event, WorkerExited):
             over = (status.FAILED, status.FINISHED, status.DRAINED)
             there = [slot for slot, state in self.status.states.items() if state not in over]
-            return self._common_end.observe_exit(group.failed_exit, group.held_step or 0, there)
+            return self._common_end.observe_exit(event, group.held_step or 0, there)
         if group.give_up is event:
             # Commits of which no event tells, because the disk is full, are commits all the same.
             paths = self.plan.paths

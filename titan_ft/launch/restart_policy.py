@@ -332,7 +332,7 @@ class CommonEnd:
         Groups that end alike and lose the state with it come back to that step from a checkpoint, and end there again.
 
         Args:
-            event: `GroupFold.failed_exit` of the group.
+            event: `GroupFold.failed_by` of the group.
             step: last step that its group has committed.
             groups: those that are still in the run.
         """

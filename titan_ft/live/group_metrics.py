@@ -43,7 +43,7 @@ class GroupMetrics:
         self._replica = replica
         self._status = RunStatus()
         self._tails = [EventTail(paths.events, pattern=pattern) for pattern in paths.group_patterns(replica)]
-        self._server = MetricsServer.at(place, {"run_dir": str(paths.root), "replica": str(replica)})
+        self._server = MetricsServer.at(self._status.fold, place, {"run_dir": str(paths.root), "replica": str(replica)})
         self.url = self._server.url
 
     def close(self) -> None:

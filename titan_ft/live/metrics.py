@@ -5,14 +5,14 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titan_ft import versions
 from titan_ft.config import ConfigError
-from titan_ft.history.fold.faults import InjectedFaults
-from titan_ft.history.fold.steps import CommittedSteps
+from titan_ft.history.fold.run import RunFold
 from titan_ft.live import status
 from titan_ft.live.status import Groups
 from titan_ft.run import address
@@ -20,6 +20,7 @@ from titan_ft.run import events as ev
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+    from prometheus_client import Counter as PrometheusCounter
 
 LOOPBACK = "127.0.0.1"
 STEP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600, 1200, 3600)
@@ -58,6 +59,7 @@ class MetricsServer:
     what an earlier launch in the same folder did is not in them.
 
     Args:
+        fold: the state of the run. It takes each event before this does.
         port: where to listen; 0 chooses a free one.
         host: address of this host to listen at. Whoever reaches it can read the figures, so the default is the
             loopback; a Prometheus on another host needs "0.0.0.0" or the address of one network.
@@ -67,7 +69,7 @@ class MetricsServer:
         ConfigError: nothing can listen there.
     """
 
-    def __init__(self, port: int, host: str = LOOPBACK, run: Mapping[str, str] | None = None) -> None:
+    def __init__(self, fold: RunFold, port: int, host: str = LOOPBACK, run: Mapping[str, str] | None = None) -> None:
         from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
 
         disable_created_metrics()  # a series of its own for each counter, which nobody asks for
@@ -76,12 +78,10 @@ class MetricsServer:
         own = versions()
         self._build.info({"version": own.pop("titan_ft"), "python": platform.python_version(), **own})
         self._run.info(dict(run or {}))
-        self._steps, self._injected = CommittedSteps(), InjectedFaults()
-        self._step_time = 0.0
-        """Unix seconds of the last commit."""
+        self._fold = fold
+        self._counted: Counter[tuple[str, ...]] = Counter()
+        """What the totals of the fold were at the last event, by metric and labels."""
         self._shown: Groups = {}
-        self._failed_attempts: set[tuple[int, int]] = set()
-        self._drained_attempts: set[tuple[int, int]] = set()
         self._differing_steps: set[int] = set()
         try:
             self._server, self._thread = start_http_server(port, address.usable_bind(host), registry)
@@ -94,10 +94,10 @@ class MetricsServer:
         self.url = f"http://{address.join_address(host, self.port)}/metrics"
 
     @classmethod
-    def at(cls, place: str, run: Mapping[str, str]) -> MetricsServer:
+    def at(cls, fold: RunFold, place: str, run: Mapping[str, str]) -> MetricsServer:
         """Listen at PORT or HOST:PORT."""
         host, port = split_address(place)
-        return cls(port, host, run)
+        return cls(fold, port, host, run)
 
     def close(self) -> None:
         """Listen no more."""
@@ -106,10 +106,11 @@ class MetricsServer:
         self._thread.join()
 
     def _define_metrics(self, registry: CollectorRegistry) -> None:
-        from prometheus_client import Counter, Gauge, Histogram, Info
+        from prometheus_client import Counter as PrometheusCounter
+        from prometheus_client import Gauge, Histogram, Info
 
         common: dict[str, Any] = {"namespace": "titan_ft", "registry": registry}
-        counter: Callable[..., Counter] = partial(Counter, **common)
+        counter: Callable[..., PrometheusCounter] = partial(PrometheusCounter, **common)
         gauge: Callable[..., Gauge] = partial(Gauge, **common)
         histogram: Callable[..., Histogram] = partial(Histogram, **common)
         self._build = Info("build", "Versions of what runs.", **common)
@@ -150,29 +151,21 @@ class MetricsServer:
 
     def observe(self, event: ev.Event) -> None:
         """Count an event."""
-        new_fault, is_first_rank = self._injected.observe(event), not event.rank
+        self._count_totals()
+        if self._fold.steps.newest is event:
+            self._step_seconds.observe(self._fold.steps.newest.seconds)
+        if self._fold.commit is event:
+            self._show_commit(self._fold.commit)
+        group = None if event.replica is None else self._fold.groups.get(event.replica)
+        if group is not None and group.failed_by is event:
+            self._count_failure(group.failed_by)
+        # These are counts of events; nothing else asks for them.
+        is_first_rank = not event.rank
         match event:
-            case ev.StepCommitted():
-                if event.wire_bytes is not None:
-                    self._sent_bytes.labels(str(event.replica)).inc(event.wire_bytes)
-                if is_first_rank:
-                    self._count_step(event)
-            case ev.WorkerStarted() if event.config is not None:
-                self._target.set(event.config.steps)
+            case ev.StepCommitted() if event.wire_bytes is not None:
+                self._sent_bytes.labels(str(event.replica)).inc(event.wire_bytes)
             case ev.ChaosStarted():
                 self._begin_faults()
-            case ev.WorkerExited():
-                self._count_exit(event)
-            case ev.AgentEnded():
-                self._count_failure(event, "agent")
-            case ev.ReplicaRestarted():
-                self._restarts.labels(str(event.replica), "true" if event.standby else "false").inc()
-            case ev.FaultInjected() if new_fault:
-                self._faults.labels(event.fault).inc()
-            case ev.LighthouseRestarted():
-                self._lighthouses.inc()
-            case ev.Drained() if is_first_rank:
-                self._drained_attempts.add((event.replica, event.attempt))
             case ev.HealFinished():
                 self._heal_bytes.labels(str(event.replica)).inc(event.bytes)
                 if is_first_rank:
@@ -184,6 +177,35 @@ class MetricsServer:
                 self._mismatches.inc()
             case ev.CheckpointSaved() if is_first_rank:
                 self._saved.inc()
+
+    def _count_totals(self) -> None:
+        """Count what the totals of the run have grown by since the last event."""
+        fold = self._fold
+        steps = fold.steps
+        if fold.target is not None:
+            self._target.set(fold.target)
+        self._count("tokens", self._tokens, steps.num_tokens)
+        self._count("committed", self._committed, steps.num_committed)
+        self._count("exchanges", self._exchanges, steps.num_attempted)
+        self._count("failed", self._exchanges_failed, steps.num_attempted - steps.num_committed)
+        self._count("lighthouses", self._lighthouses, fold.num_lighthouse_restarts)
+        for fault, number in fold.faults.by_kind.items():
+            self._count("faults", self._faults, number, fault)
+        for slot, group in fold.groups.items():
+            if group.num_restarts:
+                others = group.num_restarts - group.num_standby_restarts
+                self._count("restarts", self._restarts, group.num_standby_restarts, str(slot), "true")
+                self._count("restarts", self._restarts, others, str(slot), "false")
+
+    def _count(self, name: str, metric: PrometheusCounter, total: int, *labels: str) -> None:
+        """Let a counter grow by what a total has grown by; a new launch begins the total anew."""
+        key = (name, *labels)
+        before = self._counted[key]
+        if total == before:
+            return
+        self._counted[key] = total
+        grown = total - before if total > before else total
+        (metric.labels(*labels) if labels else metric).inc(grown)
 
     def update(self, groups: Groups, num_groups: int | None = None) -> None:
         """Set what is known of the groups; called often.
@@ -224,36 +246,17 @@ class MetricsServer:
         for fault in FAULTS:
             self._faults.labels(fault)
 
-    def _count_step(self, event: ev.StepCommitted) -> None:
-        new, exchanges = self._steps.observe(event)
-        self._exchanges.inc(exchanges)
-        self._exchanges_failed.inc(exchanges - new)
-        if not new:
-            return
-        self._committed.inc()
-        self._tokens.inc(event.tokens)
-        self._step_seconds.observe(event.seconds)
-        if event.time < self._step_time:
-            return  # it waited for room on the disk, and training has gone on since then
-        self._step_time = event.time
-        self._step.set(event.titan_step)
-        self._last_commit.set(event.time)
-        self._participants.set(len(event.participants))
-        for gauge, value in ((self._loss, event.loss), (self._grad_norm, event.grad_norm), (self._lr, event.lr)):
+    def _show_commit(self, commit: ev.StepCommitted) -> None:
+        self._step.set(commit.titan_step)
+        self._last_commit.set(commit.time)
+        self._participants.set(len(commit.participants))
+        for gauge, value in ((self._loss, commit.loss), (self._grad_norm, commit.grad_norm), (self._lr, commit.lr)):
             gauge.set(_known(value))
 
-    def _count_exit(self, event: ev.WorkerExited) -> None:
-        """Count the first end of an attempt that was none in order; its other ranks die of it."""
-        cause = event.cause
-        asked = (event.replica, event.attempt) in self._drained_attempts and cause == "SIGTERM"
-        if cause is not None and not event.stopped and not asked:
-            self._count_failure(event, cause)
-
-    def _count_failure(self, event: ev.GroupEvent, cause: str) -> None:
-        attempt = (event.replica, event.attempt)
-        if attempt not in self._failed_attempts:
-            self._failed_attempts.add(attempt)
-            self._failures.labels(str(event.replica), cause if cause in FAILURE_CAUSES else OTHER_CAUSE).inc()
+    def _count_failure(self, event: ev.GroupEvent) -> None:
+        """Count the end of an attempt that was none in order; its other ranks die of it."""
+        cause = (event.cause or "") if isinstance(event, ev.WorkerExited) else "agent"
+        self._failures.labels(str(event.replica), cause if cause in FAILURE_CAUSES else OTHER_CAUSE).inc()
 
 
 def _known(value: float | None) -> float:

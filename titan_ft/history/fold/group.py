@@ -107,6 +107,8 @@ class GroupFold:
     """How often the workers were seen to start."""
     last_start: ev.WorkerStarted | None = None
     """The start of the worker that started last; None before the first."""
+    num_standby_restarts: int = 0
+    """How many of the restarts were forks, which had everything imported."""
     num_restarts: int = 0
     """How often an agent or the launcher started the group again."""
     ranks: dict[int, RankFold] = field(default_factory=dict)
@@ -151,8 +153,8 @@ class GroupFold:
     """The report of another group that this group is lost; None once this group is heard again."""
     failure: FailureSpan | None = None
     """The failure from which the group has not come back yet."""
-    failed_exit: ev.WorkerExited | None = None
-    """The end of the worker that ended the last attempt which failed by a worker; None without any."""
+    failed_by: ev.GroupEvent | None = None
+    """The end of the worker, or of the agent, that ended the last failed attempt; None without any."""
     give_up: ev.ReplicaGaveUp | None = None
     """Why the group was given up last; None if it never was."""
     num_failed_attempts: int = 0

@@ -222,6 +222,7 @@ class RunFold:
                 self._fail_attempt(group, event, reason)
             case ev.ReplicaRestarted():
                 group.num_restarts += 1
+                group.num_standby_restarts += event.standby
                 group.begin_attempt(event.attempt)
             case ev.SpareTookOver():
                 group.begin_attempt(event.attempt)
@@ -255,7 +256,6 @@ class RunFold:
         if group.state == "left" and event.cause in (None, "SIGTERM"):
             return
         if event.cause is not None:
-            group.failed_exit = event
             self._fail_attempt(group, event, reason_of(event, group.step))
         elif event.rank == 0:
             # On a full disk, `TrainingFinished` may be missing.
@@ -264,6 +264,7 @@ class RunFold:
     def _fail_attempt(self, group: GroupFold, event: ev.GroupEvent, reason: Reason) -> None:
         group.state = "died"
         group.attempt = event.attempt
+        group.failed_by = event
         group.reason = reason
         group.last_reason = reason
         group.commit = None
@@ -310,8 +311,7 @@ class RunFold:
 
     def _apply_commit(self, event: ev.StepCommitted) -> None:
         """Apply a commit of any attempt to all groups, when the first group announces it."""
-        is_new, _ = self.steps.observe(event)
-        if not is_new:
+        if not self.steps.observe(event):
             return
         if self.commit is not None and event.step <= self.commit.step and event.time < self.commit.time:
             return  # the event waited for room on the disk, and training has gone on since

@@ -17,22 +17,29 @@ class CommittedSteps:
         self.num_committed = 0
         self.num_attempted = 0
         """Exchanges that the committed steps took, by the group with most of them."""
+        self.num_tokens = 0
+        """Tokens with a label that the committed steps trained on."""
+        self.newest: StepCommitted | None = None
+        """The first event of the step that was counted last."""
         self._exchanges: dict[tuple[int, str], int] = {}
         """By step and lineage, oldest first."""
 
-    def observe(self, event: StepCommitted) -> tuple[bool, int]:
-        """Take a commit of a rank 0; return whether the step is new, and how many exchanges it adds.
+    def observe(self, event: StepCommitted) -> bool:
+        """Take a commit of a rank 0; return whether the step is new.
 
         The same step number comes again when groups went on from an earlier state; then its lineage differs.
         """
         key = (event.step, event.lineage)
         known = self._exchanges.get(key)
         exchanges = max(1, event.exchanges)
-        added = max(0, exchanges - (known or 0))
+        self.num_attempted += max(0, exchanges - (known or 0))
         self._exchanges[key] = max(exchanges, known or 0)
         if len(self._exchanges) > MAX_REMEMBERED:
             oldest = next(iter(self._exchanges))
             del self._exchanges[oldest]
-        self.num_committed += known is None
-        self.num_attempted += added
-        return known is None, added
+        if known is not None:
+            return False
+        self.num_committed += 1
+        self.num_tokens += event.tokens
+        self.newest = event
+        return True
