@@ -47,7 +47,9 @@ class RunFold:
         failures: of all launches, in the order in which they were noticed.
         hosts: of all launches.
         num_launches: how many launches the folder holds.
-        launched: True for `titan-ft launch`, False for groups that were started one by one.
+        plan: the latest chaos plan of all launches; None without any.
+        fault_seed: of the last fault that was injected before any plan; None without any.
+        launch: the start of the latest launch; None for groups that were started one by one.
         num_ranks: ranks of each group; 0 without a launcher.
         step: the last update of the latest launch; None before the first.
         commit: the first event of that update.
@@ -65,11 +67,18 @@ class RunFold:
         self.failures: list[FailureSpan] = []
         self.hosts = HostsFold()
         self.num_launches = 0
+        self.plan: ev.ChaosStarted | None = None
+        self.fault_seed: int | None = None
         self._reset(num_groups)
+
+    @property
+    def launched(self) -> bool:
+        """True for `titan-ft launch`, False for groups that were started one by one."""
+        return self.launch is not None
 
     def _reset(self, num_groups: int) -> None:
         self.groups = {slot: GroupFold(slot) for slot in range(num_groups)}
-        self.launched = False
+        self.launch: ev.LaunchStarted | None = None
         self.launch_end: ev.LaunchFinished | None = None
         self.stopping: ev.LaunchStopping | None = None
         self.num_ranks = 0
@@ -125,7 +134,7 @@ class RunFold:
             case ev.LaunchStarted():
                 self._reset(event.replicas)
                 self.num_launches += 1
-                self.launched = True
+                self.launch = event
                 self.num_ranks = event.ranks_per_replica
             case ev.LaunchStopping():
                 self.stopping = event
@@ -140,7 +149,12 @@ class RunFold:
             case ev.EndedWithout():
                 for slot in event.slots:
                     self._apply_silence(event, slot)
+            case ev.ChaosStarted():
+                self.plan = event
             case ev.FaultInjected():
+                # A fault of a plan has a seed of its own, which follows from the plan's.
+                if self.plan is None and event.seed is not None:
+                    self.fault_seed = event.seed
                 hit = self.groups.get(-1 if event.target.replica is None else event.target.replica)
                 if hit is not None:
                     hit.last_fault = event

@@ -67,19 +67,16 @@ def find_recoveries(record: RunRecord) -> list[Recovery]:
 
 def plan_of(record: RunRecord) -> dict[str, Any]:
     """Return seed, plan and schedule of a run's chaos, its job's id and why it ended; of each the latest."""
+    run = record.fold
     found: dict[str, Any] = {}
-    for event in record.events:
-        match event:
-            case ev.ChaosStarted():
-                found |= {"seed": event.seed, "plan": event.plan, "schedule": event.schedule}
-            case ev.LaunchStarted():
-                found.pop("reason", None)  # an earlier launch ended so
-                found["job_id"] = event.job_id
-            case ev.LaunchFinished():
-                found["reason"] = event.reason
-            # A fault of a plan has a seed of its own, which follows from the plan's.
-            case ev.FaultInjected(seed=int(seed)) if "plan" not in found:
-                found["seed"] = seed
+    if run.plan is not None:
+        found |= {"seed": run.plan.seed, "plan": run.plan.plan, "schedule": run.plan.schedule}
+    elif run.fault_seed is not None:
+        found["seed"] = run.fault_seed
+    if run.launch is not None:
+        found["job_id"] = run.launch.job_id
+    if run.launch_end is not None:
+        found["reason"] = run.launch_end.reason
     return found
 
 
