@@ -131,7 +131,7 @@ def test_command_reads_each_file_once(
     calls: Counter[str] = Counter()
     for name in ("read_reduced", "read_states", "final_states", "read_attempts", "read_faults"):
         count_calls(monkeypatch, record, name, calls)
-    count_calls(monkeypatch, timelines.GroupFold, "run", calls)
+    count_calls(monkeypatch, timelines.GroupCutter, "run", calls)
     _watch(note)
     monkeypatch.setattr(sys, "argv", ["titan-ft", *command[:1], str(run_dir), *command[1:]])
     try:

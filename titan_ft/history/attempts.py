@@ -12,8 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from titan_ft.history.fold.attempt import AttemptFold, microseconds
 from titan_ft.history.fold.faults import InjectedFaults
 from titan_ft.history.fold.group import is_of_worker
+from titan_ft.history.fold.run import RunFold
 from titan_ft.run import events as ev
 
 
@@ -46,56 +48,18 @@ class RecordedFault:
 
 
 @dataclass
-class Attempt:
-    """One attempt of a group; times in Unix microseconds."""
+class Attempt(AttemptFold):
+    """One attempt of a group, with what its rank 0 did and which fault ended it."""
 
-    replica: int
-    number: int
-    begin_us: int
-    """Its first event, whoever wrote it."""
     moments: list[tuple[int, ev.Event]] = field(default_factory=list)
     """Rank 0's events, in order of time."""
-    last_us: int = 0
-    """Its last event, whoever wrote it."""
-    last_by_rank: dict[int, int] = field(default_factory=dict)
-    """The last event of each of its workers."""
-    hung_us: int | None = None
-    """When a rank noticed that it hung."""
-    drained_us: int | None = None
-    """When a rank first said that it leaves because it was asked to."""
-    in_order: bool = False
-    """Whether it finished its step before it left."""
-    exit_us: int | None = None
-    """When the agent found the first worker ended, or the launcher its agent and all workers."""
-    ended_by: str = ""
-    """What ended its first worker, or its agent, where that was a failure: a signal or an exit code; else empty."""
-    error: str = ""
-    """The exception of that worker; empty where it was a signal, or the worker told of none."""
-    stopped: bool = False
-    """Whether the agent ended it because the run was stopped."""
-    gave_up_us: int | None = None
     fault: RecordedFault | None = None
     """The fault that ended it; None if none is known to."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether a worker, or the agent, ended with a signal or a nonzero code, and not because it was asked to."""
-        return bool(self.ended_by)
 
     @property
     def cause(self) -> str:
         """What ended it, in words: the fault, the exception, the signal or the exit code."""
         return self.reason if self.fault is None else f"{self.fault.name} ({self.reason})"
-
-    @property
-    def reason(self) -> str:
-        """What ended it, whatever caused that: the exception, else the signal or the exit code; else empty."""
-        return self.error or self.ended_by
-
-    @property
-    def silent_us(self) -> int | None:
-        """Since when it may be dead: the last event of the worker that fell silent first. None if none wrote any."""
-        return min(self.last_by_rank.values(), default=None)
 
     @property
     def died_us(self) -> int | None:
@@ -105,32 +69,12 @@ class Attempt:
         alive = [time for time, event in self.moments if isinstance(event, ev.StepCommitted | ev.HealFinished)]
         return max([self.fault.time_us, *alive[-1:]])
 
-    def note_agent_end(self, time: int, event: ev.AgentEnded) -> None:
-        """Take in the death of the group's agent, which takes the workers along; those that died before it count."""
-        if not self.failed:
-            self.exit_us = time if self.exit_us is None else self.exit_us
-            self.ended_by, self.stopped = event.cause, False
-
-    def note_exit(self, time: int, event: ev.WorkerExited) -> None:
-        """Take in the end of a worker. The first failure is the attempt's: its other workers die of it."""
-        self.exit_us = time if self.exit_us is None else self.exit_us
-        cause = event.cause
-        if event.stopped:
-            self.stopped = self.stopped or not self.failed
-        elif cause is not None and not self.failed and not (self.drained_us is not None and cause == "SIGTERM"):
-            self.ended_by, self.error, self.stopped = cause, event.error or "", False
-
 
 def expected_outcome(fault: str) -> str:
     """Return what to expect of the target of a fault of that name: see `titan_ft.faults.fault.Outcome`."""
     from titan_ft.faults.catalogue import read_outcome  # a run that nobody breaks loads nothing of what breaks runs
 
     return read_outcome(fault)
-
-
-def microseconds(event: ev.Event) -> int:
-    """Return the Unix microseconds of an event."""
-    return round(event.time * 1e6)
 
 
 def seconds_of(fault: ev.FaultInjected) -> float:
@@ -162,31 +106,19 @@ def read_faults(events: Iterable[ev.Event]) -> list[RecordedFault]:
     return faults
 
 
-def read_attempts(events: Iterable[ev.Event], faults: Sequence[RecordedFault]) -> dict[int, list[Attempt]]:
-    """Return the attempts of each group that have events, in order; the events are in order of time."""
-    found: dict[tuple[int, int], Attempt] = {}
+def read_attempts(
+    fold: RunFold, events: Iterable[ev.Event], faults: Sequence[RecordedFault]
+) -> dict[int, list[Attempt]]:
+    """Return the attempts of each group that have events, in order.
+
+    Args:
+        fold: of the same events.
+        events: in order of time.
+    """
+    found = {key: Attempt(**vars(attempt)) for key, attempt in fold.attempts.items()}
     for event in events:
-        if event.replica is None:
-            continue
-        key, time = (event.replica, event.attempt or 0), microseconds(event)
-        attempt = found.setdefault(key, Attempt(*key, begin_us=time))
-        attempt.last_us = time
-        by_worker = is_of_worker(event)
-        if by_worker:
-            attempt.last_by_rank[event.rank or 0] = time
-        match event:
-            case ev.WorkerExited():
-                attempt.note_exit(time, event)
-            case ev.AgentEnded():
-                attempt.note_agent_end(time, event)
-            case ev.ReplicaGaveUp():
-                attempt.gave_up_us = time
-            case ev.Hung():
-                attempt.hung_us = attempt.hung_us or time
-            case ev.Drained() if attempt.drained_us is None:
-                attempt.drained_us, attempt.in_order = time, event.in_order
-        if by_worker and event.rank == 0 and not isinstance(event, ev.Hung):
-            attempt.moments.append((time, event))
+        if event.replica is not None and event.rank == 0 and is_of_worker(event) and not isinstance(event, ev.Hung):
+            found[event.replica, event.attempt or 0].moments.append((microseconds(event), event))
     groups: dict[int, list[Attempt]] = defaultdict(list)
     for attempt in sorted(found.values(), key=lambda attempt: attempt.number):
         before = groups[attempt.replica][-1].exit_us if groups[attempt.replica] else None

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
-from titan_ft.history.attempts import microseconds
+from titan_ft.history.fold.attempt import microseconds
 from titan_ft.history.incidents import find_failures
 from titan_ft.history.intervals import STATES
 from titan_ft.history.record import RunRecord, view

@@ -29,7 +29,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from titan_ft.history.attempts import Attempt, RecordedFault, microseconds
+from titan_ft.history.attempts import Attempt, RecordedFault
+from titan_ft.history.fold.attempt import microseconds
 from titan_ft.history.fold.group import FailureSpan
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.usual_steps import UsualSteps

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from titan_ft.history.attempts import Attempt, RecordedFault, microseconds, read_attempts, read_faults
+from titan_ft.history.attempts import Attempt, RecordedFault, read_attempts, read_faults
+from titan_ft.history.fold.attempt import microseconds
 from titan_ft.history.fold.group import is_of_worker
 from titan_ft.history.fold.run import RunFold, fold_events
 from titan_ft.history.kept import SETTLED_SECONDS, read_reduced
@@ -235,7 +236,7 @@ class RunRecord:
     @cached_property
     def attempts(self) -> dict[int, list[Attempt]]:
         """The attempts of each group that have events."""
-        return read_attempts(self.events, self.faults)
+        return read_attempts(self.fold, self.events, self.faults)
 
     @cached_property
     def groups(self) -> list[int]:

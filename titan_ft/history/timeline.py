@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from titan_ft.history.attempts import Attempt, microseconds
+from titan_ft.history.attempts import Attempt
+from titan_ft.history.fold.attempt import microseconds
 from titan_ft.history.intervals import STATES, Interval, Strip
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.usual_steps import UsualSteps
@@ -81,13 +82,13 @@ class Timeline:
 @view
 def timeline(record: RunRecord) -> Timeline:
     """Return what each group did from the job's begin to its end."""
-    folds = {replica: GroupFold(record, replica) for replica in record.groups}
+    folds = {replica: GroupCutter(record, replica) for replica in record.groups}
     groups = {replica: fold.run() for replica, fold in folds.items()}
     unfinished = tuple(one for fold in folds.values() for one in fold.unfinished)
     return Timeline(*record.span_us, groups, unfinished)
 
 
-class GroupFold:
+class GroupCutter:
     """Cuts one group's time, attempt by attempt and event by event."""
 
     def __init__(self, record: RunRecord, replica: int) -> None:

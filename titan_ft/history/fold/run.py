@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from titan_ft.history.fold.attempt import AttemptFold, microseconds
 from titan_ft.history.fold.checkpoints import CheckpointsFold
 from titan_ft.history.fold.faults import InjectedFaults
 from titan_ft.history.fold.group import ALIVE, OVER, FailureSpan, GroupFold, Reason, is_of_worker, reason_of
@@ -47,6 +48,7 @@ class RunFold:
         failures: of all launches, in the order in which they were noticed.
         hosts: of all launches.
         num_launches: how many launches the folder holds.
+        attempts: of all launches, by group and number.
         plan: the latest chaos plan of all launches; None without any.
         fault_seed: of the last fault that was injected before any plan; None without any.
         launch: the start of the latest launch; None for groups that were started one by one.
@@ -67,6 +69,7 @@ class RunFold:
         self.failures: list[FailureSpan] = []
         self.hosts = HostsFold()
         self.num_launches = 0
+        self.attempts: dict[tuple[int, int], AttemptFold] = {}
         self.plan: ev.ChaosStarted | None = None
         self.fault_seed: int | None = None
         self._reset(num_groups)
@@ -110,6 +113,11 @@ class RunFold:
         if event.replica is None:
             return
         self._add_groups(event.replica, event)
+        key = (event.replica, event.attempt or 0)
+        attempt = self.attempts.get(key)
+        if attempt is None:
+            attempt = self.attempts[key] = AttemptFold(*key, begin_us=microseconds(event))
+        attempt.observe(event)
         if isinstance(event, ev.FaultEvent):
             self._note_agent_fault(self.groups[event.replica], event)
             return

@@ -1,0 +1,98 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One attempt of a group by its events: when it began, when each rank was heard last, how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from titan_ft.history.fold.group import is_of_worker
+from titan_ft.run import events as ev
+
+
+def microseconds(event: ev.Event) -> int:
+    """Return the Unix microseconds of an event."""
+    return round(event.time * 1e6)
+
+
+@dataclass
+class AttemptFold:
+    """One attempt of a group; times in Unix microseconds."""
+
+    replica: int
+    number: int
+    begin_us: int
+    """Its first event, whoever wrote it."""
+    last_us: int = 0
+    """Its last event, whoever wrote it."""
+    last_by_rank: dict[int, int] = field(default_factory=dict)
+    """The last event of each of its workers."""
+    hung_us: int | None = None
+    """When a rank noticed that it hung."""
+    drained_us: int | None = None
+    """When a rank first said that it leaves because it was asked to."""
+    in_order: bool = False
+    """Whether it finished its step before it left."""
+    exit_us: int | None = None
+    """When the agent found the first worker ended, or the launcher its agent and all workers."""
+    ended_by: str = ""
+    """What ended its first worker, or its agent, where that was a failure: a signal or an exit code; else empty."""
+    error: str = ""
+    """The exception of that worker; empty where it was a signal, or the worker reported none."""
+    stopped: bool = False
+    """Whether the agent ended it because the run was stopped."""
+    gave_up_us: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker, or the agent, ended with a signal or a nonzero code, and not because it was asked to."""
+        return bool(self.ended_by)
+
+    @property
+    def reason(self) -> str:
+        """What ended it, whatever caused that: the exception, else the signal or the exit code; else empty."""
+        return self.error or self.ended_by
+
+    @property
+    def silent_us(self) -> int | None:
+        """Since when it may be dead: the last event of the worker that fell silent first. None if none wrote any."""
+        return min(self.last_by_rank.values(), default=None)
+
+    def observe(self, event: ev.Event) -> None:
+        """Take the next event of the attempt."""
+        time = microseconds(event)
+        self.last_us = time
+        if is_of_worker(event):
+            self.last_by_rank[event.rank or 0] = time
+        match event:
+            case ev.WorkerExited():
+                self._note_exit(time, event)
+            case ev.AgentEnded():
+                self._note_agent_end(time, event)
+            case ev.ReplicaGaveUp():
+                self.gave_up_us = time
+            case ev.Hung():
+                self.hung_us = self.hung_us or time
+            case ev.Drained() if self.drained_us is None:
+                self.drained_us = time
+                self.in_order = event.in_order
+
+    def _note_agent_end(self, time: int, event: ev.AgentEnded) -> None:
+        """Take the death of the group's agent, which takes the workers along; those that died before it count."""
+        if self.failed:
+            return
+        self.exit_us = time if self.exit_us is None else self.exit_us
+        self.ended_by = event.cause
+        self.stopped = False
+
+    def _note_exit(self, time: int, event: ev.WorkerExited) -> None:
+        """Take the end of a worker. The first failure is the attempt's: its other workers die of it."""
+        self.exit_us = time if self.exit_us is None else self.exit_us
+        if event.stopped:
+            self.stopped = self.stopped or not self.failed
+            return
+        was_asked = self.drained_us is not None and event.cause == "SIGTERM"
+        if event.cause is not None and not self.failed and not was_asked:
+            self.ended_by = event.cause
+            self.error = event.error or ""
+            self.stopped = False
