@@ -174,6 +174,9 @@ def has_trained(paths: RunPaths) -> bool:
 
     Of a run that `titan-ft launch` started, in its latest launch: a resumed run whose network is
     gone has not begun. Groups that are started one by one share one history, and no launch.
+
+    This reads each worker's file up to its first commit, and folds nothing: an agent on a cluster asks it, and the
+    events of all groups may be gigabytes.
     """
     launches = EventTail(paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True).poll()
     since = max((event.time for event in launches), default=0.0)

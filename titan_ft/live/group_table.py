@@ -61,7 +61,7 @@ EXPLAINED = {
     "state": (
         "training; waiting (for other groups); recovering (it fetches the state from another group); starting; lost "
         "(not heard of: dead, or its host is); died (about to be restarted); failed (not started again); leaving, left "
-        "(asked to); finished; stopped (by the launcher)"
+        "(asked to); finished; stopped (by the launcher or its agent)"
     ),
     "step": "last step that it committed",
     "own loss": "mean loss of its own tokens in that step",

@@ -26,6 +26,9 @@ class JobSteps:
     A commit is certain once another one goes on from it, or a group ends with it. Of the two commits that there may be
     of one step, when an exchange was complete for one group only, the wrong one never comes to that. Where the job goes
     back to an earlier state, its steps come again.
+
+    This is no part of the fold of a run (`titan_ft.history.fold`). The fold takes the latest commit at once, and the
+    history finds the job's trajectory from its end. Only a file that is written meanwhile has to know what is certain.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from titan_ft.run import events as ev
 WAITING, STARTING, JOINED, HEALING, TRAINING = "waiting", "starting", "joined", "healing", "training"
 DIED, DRAINING, DRAINED, FINISHED, FAILED = "died", "draining", "drained", "finished", "failed"
 STOPPED = "stopped"
-"""Ended by the launcher, before it could leave in order."""
+"""Ended by the launcher or its agent, before it could leave in order."""
 LOST = "lost"
 """Not heard of for so long that its host may be gone; its own next event ends it."""
 _SHOWN: dict[GroupState, str] = {"left": DRAINED, "finished": FINISHED, "given up": FAILED}
