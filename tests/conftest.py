@@ -55,6 +55,16 @@ def _machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         fcntl.flock(machine, fcntl.LOCK_UN)  # here, and not with the file: a forked child may have it open
 
 
+@pytest.fixture
+def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `titan_ft.device` take the path of a GPU as far as threads go; tests/cuda has its streams and memory."""
+    from titan_ft import device
+
+    monkeypatch.setattr(device, "on_cpu", lambda: False)
+    monkeypatch.setattr(device, "for_thread", lambda: lambda: None)
+    monkeypatch.setattr(device, "memory_bytes", lambda: 0)
+
+
 class SmallDisk:
     """A file system of a few MB; `fill` takes all that is left of it, and `free` gives it back."""
 

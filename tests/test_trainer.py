@@ -27,7 +27,6 @@ from torchtitan.components.validate import BaseValidator, Validator  # noqa: E40
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
-from tests.fake_accelerator import installed  # noqa: E402
 from titan_ft.config import FaultTolerance  # noqa: E402
 from titan_ft.engine.feed import Reading  # noqa: E402
 from titan_ft.protocol.decision import LastToLeave  # noqa: E402
@@ -631,21 +630,3 @@ def test_a_warm_up_is_taken_back(text: bool) -> None:
     ReplicaTrainer._warm_up(this)
     assert done == (["step [1, 8], tensor([True])", "update", "zero", "load before"] if text else [])
     assert torch.equal(torch.random.get_rng_state(), drawn)
-
-
-def test_a_replay_takes_as_long_as_the_device_does() -> None:
-    """By that a group that heals paces itself: the host alone would have queued all of its updates at once."""
-    done: list[Any] = []
-    with installed(0) as accelerator:
-
-        def apply(update: Any) -> None:
-            def kernel() -> bool:
-                done.append(update)
-                return True
-
-            accelerator.enqueue(accelerator.defaults[0], kernel)
-
-        this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
-        vars(this).update(_apply=apply)
-        this._replay("an update")
-    assert done == ["an update"]

@@ -7,14 +7,12 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.fake_accelerator import FakeAccelerator, installed
 from tests.replica.conftest import DEADLINE
 from titan_ft import device
 from titan_ft.config import FaultTolerance
@@ -28,13 +26,13 @@ GB = 2**30
 class Host:
     """What a host gives as pinned memory, and to which thread."""
 
-    def __init__(self, accelerator: FakeAccelerator) -> None:
-        self.accelerator = accelerator
+    def __init__(self) -> None:
         self.gives = threading.Event()
         self.gives.set()
         self.asked: list[bool] = []  # whether the training thread did
         self.is_short = False
-        self._training, self._pin = threading.current_thread(), device._pin
+        self._training = threading.current_thread()
+        self._pinned = set[int]()  # addresses
 
     def pin(self, numel: int, dtype: torch.dtype, keep: bool) -> torch.Tensor:
         """Stands in for `device._pin`."""
@@ -42,17 +40,21 @@ class Host:
         assert self.gives.wait(DEADLINE)
         if self.is_short:
             raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
-        return self._pin(numel, dtype, keep)
+        memory = torch.empty(numel, dtype=dtype)
+        self._pinned.add(memory.data_ptr())
+        return memory
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        return memory.data_ptr() in self._pinned
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+def host(monkeypatch: pytest.MonkeyPatch, gpu_path: None) -> Host:
     """Provide a host with a GPU."""
-    with installed(0) as accelerator:
-        host = Host(accelerator)
-        monkeypatch.setattr(device, "_pin", host.pin)
-        monkeypatch.setattr(device, "_unpinned", set())
-        yield host
+    host = Host()
+    monkeypatch.setattr(device, "_pin", host.pin)
+    monkeypatch.setattr(device, "_unpinned", set())
+    return host
 
 
 def threads() -> list[str]:
@@ -66,7 +68,7 @@ def test_memory_is_pinned_once_and_not_by_the_training_thread(host: Host) -> Non
     memory.reserve(NUM_BYTES)
     for _ in range(3):
         lent = memory.take(NUM_BYTES)
-        assert host.accelerator.is_pinned(lent)
+        assert host.is_pinned(lent)
         assert lent.numel() == NUM_BYTES
         addresses.add(lent.data_ptr())
         memory.give_back(lent)
@@ -80,7 +82,7 @@ def test_whoever_reserves_does_not_wait(host: Host) -> None:
     memory = HostMemory()
     memory.reserve(NUM_BYTES)
     threading.Timer(0.05, host.gives.set).start()
-    assert host.accelerator.is_pinned(memory.take(NUM_BYTES))
+    assert host.is_pinned(memory.take(NUM_BYTES))
     assert host.asked == [False]
 
 
@@ -88,7 +90,7 @@ def test_a_copy_that_nothing_was_reserved_for_has_pinned_memory_too(host: Host) 
     """As the first copy of a group whose host may have no room for a reserve; or while another copy is read still."""
     memory = HostMemory()
     lent = [memory.take(NUM_BYTES), memory.take(NUM_BYTES)]
-    assert all(map(host.accelerator.is_pinned, lent))
+    assert all(map(host.is_pinned, lent))
     assert lent[0].data_ptr() != lent[1].data_ptr()
     memory.give_back(lent[0])
     assert memory.take(NUM_BYTES).data_ptr() == lent[0].data_ptr()
@@ -103,7 +105,7 @@ def test_a_host_without_memory_to_pin_is_named(host: Host, caplog: pytest.LogCap
         memory.reserve(12_340_000)
         for _ in range(3):
             lent = memory.take(12_340_000)
-            assert not host.accelerator.is_pinned(lent)
+            assert not host.is_pinned(lent)
             memory.give_back(lent)
     (line,) = caplog.messages
     assert "0.0123 GB of host memory cannot be pinned (CUDA error: out of memory)" in line
@@ -113,11 +115,11 @@ def test_a_host_without_memory_to_pin_is_named(host: Host, caplog: pytest.LogCap
 def test_a_joiner_has_other_memory_too(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     """What it fetches into, and its queue: to come back slowly is better than not to come back."""
     pinned = device.empty_host(1000, torch.float32)
-    assert host.accelerator.is_pinned(pinned)
+    assert host.is_pinned(pinned)
     host.is_short = True
     for _ in range(3):  # the buckets of an update, for instance
         found = device.empty_host(1000, torch.float32)
-        assert (found.numel(), found.dtype, host.accelerator.is_pinned(found)) == (1000, torch.float32, False)
+        assert (found.numel(), found.dtype, host.is_pinned(found)) == (1000, torch.float32, False)
     (line,) = caplog.messages
     assert "4e-06 GB of host memory cannot be pinned" in line
 
@@ -131,7 +133,7 @@ def test_a_reserve_leaves_half_of_the_host_alone(
     memory = HostMemory(num_ranks)
     with caplog.at_level(logging.INFO):
         memory.reserve(NUM_BYTES)
-        assert host.accelerator.is_pinned(memory.take(NUM_BYTES))
+        assert host.is_pinned(memory.take(NUM_BYTES))
     (line,) = caplog.messages
     assert ("are kept for copies" in line) is reserves
     assert ("is taken when a joiner comes" in line) is not reserves

@@ -26,7 +26,6 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft import futures
 
 from benchmarks.member_facts import exchange_with
-from tests.fake_accelerator import installed
 from titan_ft import device
 from titan_ft.gradients import operations
 from titan_ft.gradients.exchange import GradientExchange
@@ -139,10 +138,17 @@ class Seat:
         self.process_group.abort()
 
 
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, gpu_path: None) -> None:
+    """Take an exchange's path of a GPU, of which nothing but its threads matters here."""
+    monkeypatch.setattr(device, "side_stream", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(device, "record_event", lambda *_: None)
+
+
 def build_exchange(seat: Seat) -> GradientExchange:
-    """Build that of one parameter, with its bucket on the device."""
-    where = torch.device("cuda", 0)
-    parameter = torch.nn.Parameter(torch.ones(3).to(where))
+    """Build that of one parameter, with its bucket on a device whose tensors have no bytes."""
+    where = torch.device("meta")
+    parameter = torch.nn.Parameter(torch.ones(3, device=where))
     return GradientExchange([parameter], seat, bucket_bytes=100, where=where, overlap=False)  # type: ignore[arg-type]
 
 
@@ -252,14 +258,22 @@ def test_a_set_up_that_is_aborted_is_over(store: TCPStore) -> None:
     assert nccl.errored() is None
 
 
-def test_a_communicator_is_made_on_the_device_of_the_thread_that_asks(store: TCPStore) -> None:
+def test_a_communicator_is_made_on_the_device_of_the_thread_that_asks(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Although another thread makes it, and a thread begins on the first one."""
-    with installed(0, 2) as accelerator:
-        nccl, made_on = Nccl(), list[int]()
-        nccl.prepare = lambda _: made_on.append(accelerator.current_device_index())
-        accelerator.set_device_index(1)
-        configure(nccl, store, "a")
-        assert made_on == [1]
+    asked, on_device, made_on = (list[threading.Thread]() for _ in range(3))
+
+    def for_thread() -> Callable[[], None]:
+        asked.append(threading.current_thread())
+        return lambda: on_device.append(threading.current_thread())
+
+    monkeypatch.setattr(device, "for_thread", for_thread)
+    nccl = Nccl()
+    nccl.prepare = lambda _: made_on.append(threading.current_thread())
+    configure(nccl, store, "a")
+    assert asked == [threading.current_thread()]
+    assert on_device == made_on != asked
 
 
 def test_garbage_of_an_aborted_set_up_is_no_connection(store: TCPStore) -> None:
@@ -389,7 +403,7 @@ def test_what_is_over_in_time_is_not_broken_off_later(store: TCPStore) -> None:
 
 
 def test_a_thread_that_was_left_launches_nothing_in_the_next_quorum(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, on_a_gpu: None
 ) -> None:
     """Also if it was left before its call has reached torch: it goes on when the next communicator is in force."""
     at_launch, goes_on = threading.Event(), threading.Event()
@@ -401,23 +415,22 @@ def test_a_thread_that_was_left_launches_nothing_in_the_next_quorum(
         assert goes_on.wait(DEADLINE)
         return begin(group, tensor, timeout)
 
-    with installed(0, 1):
-        nccl = Nccl()
-        configure(nccl, store, "a")
-        monkeypatch.setattr(operations, "all_reduce", begin_late)
-        own = build_exchange(Seat(nccl))
-        threading.Thread(target=lambda: at_launch.wait(DEADLINE) and nccl.abort(), daemon=True).start()
-        with pytest.raises(ExchangeError, match="still being launched"):
-            exchange_with(own, lambda quorum: ([0.0], b""))
-        configure(nccl, store, "b")
-        of_set_up = nccl.made[1].tensor
-        goes_on.set()
-        threads[0].join(DEADLINE)
-        assert not threads[0].is_alive()
-        assert nccl.made[1].tensor is of_set_up, "it has launched on another communicator"
+    nccl = Nccl()
+    configure(nccl, store, "a")
+    monkeypatch.setattr(operations, "all_reduce", begin_late)
+    own = build_exchange(Seat(nccl))
+    threading.Thread(target=lambda: at_launch.wait(DEADLINE) and nccl.abort(), daemon=True).start()
+    with pytest.raises(ExchangeError, match="still being launched"):
+        exchange_with(own, lambda quorum: ([0.0], b""))
+    configure(nccl, store, "b")
+    of_set_up = nccl.made[1].tensor
+    goes_on.set()
+    threads[0].join(DEADLINE)
+    assert not threads[0].is_alive()
+    assert nccl.made[1].tensor is of_set_up, "it has launched on another communicator"
 
 
-def test_the_time_of_an_exchange_begins_with_its_quorum() -> None:
+def test_the_time_of_an_exchange_begins_with_its_quorum(on_a_gpu: None) -> None:
     """A quorum waits for groups that still compute, for longer than an exchange may take: nothing is wrong with it."""
     begun: list[timedelta] = []
 
@@ -426,27 +439,26 @@ def test_the_time_of_an_exchange_begins_with_its_quorum() -> None:
             begun.append(timeout)
             return contextlib.nullcontext()
 
-    with installed(0, 1):
-        seat = Seat(Noted())
-        seat.there.clear()
-        seat.error = LighthouseError("no quorum")
-        exchange, errors = build_exchange(seat), list[Exception]()
+    seat = Seat(Noted())
+    seat.there.clear()
+    seat.error = LighthouseError("no quorum")
+    exchange, errors = build_exchange(seat), list[Exception]()
 
-        def finish() -> None:
-            try:
-                exchange_with(exchange, lambda quorum: ([1.0], b""))
-            except LighthouseError as error:
-                errors.append(error)
+    def finish() -> None:
+        try:
+            exchange_with(exchange, lambda quorum: ([1.0], b""))
+        except LighthouseError as error:
+            errors.append(error)
 
-        training = threading.Thread(target=finish, daemon=True)
-        training.start()
-        for _ in range(2):  # the exchange's thread, and this one
-            assert seat.asked.acquire(timeout=DEADLINE)
-        assert begun == []
-        seat.there.set()
-        training.join(DEADLINE)
-        assert begun == [TIMEOUT]
-        assert errors == [seat.error]
+    training = threading.Thread(target=finish, daemon=True)
+    training.start()
+    for _ in range(2):  # the exchange's thread, and this one
+        assert seat.asked.acquire(timeout=DEADLINE)
+    assert begun == []
+    seat.there.set()
+    training.join(DEADLINE)
+    assert begun == [TIMEOUT]
+    assert errors == [seat.error]
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

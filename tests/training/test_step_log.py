@@ -4,25 +4,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from typing import Any
 
 import pytest
-import torch
 
-from titan_ft import device
 from titan_ft.host import cpu
 
 cpu.prepare()
 
-from tests.fake_accelerator import FakeAccelerator, installed  # noqa: E402
 from titan_ft.engine.step import Committed  # noqa: E402
 from titan_ft.protocol.decision import Update  # noqa: E402
 from titan_ft.training.step_log import StepLog, Work  # noqa: E402
 
 STEPS = 4
+DEADLINE = 20.0  # seconds; only ever reached by a bug
 
 
 class Written:
@@ -54,75 +51,76 @@ class Written:
         self.logged.append((step, grad_norm))
 
 
-def commit(log: StepLog, step: int, norm: torch.Tensor) -> None:
-    """Tell of a step as the trainer does; `norm` is what the device has yet to come to."""
+class Norm:
+    """A number to which the device comes later: whoever reads it waits."""
+
+    def __init__(self, value: float, is_there: bool = True) -> None:
+        self.value, self.there = value, threading.Event()
+        if is_there:
+            self.there.set()
+
+    def read(self) -> float:
+        assert self.there.wait(DEADLINE)
+        return self.value
+
+
+def commit(log: StepLog, step: int, norm: Norm) -> None:
+    """Tell of a step as the trainer does."""
     update = Update(step=step, tokens=1, lineage=step, scale=1.0, entries=[], readers=[])
     facts: dict[str, Any] = {"valid_tokens": 1, "loss": 2.0, "max_loss": 2.0, "own_tokens": 1, "own_loss": 2.0}
     committed = Committed(update=update, parent=step - 1, participants=[0], exchanges=1, slowest=1.0, **facts)
-    work = Work(step, lr=0.1, grad_norm=device.read_later(norm))
+    work = Work(step, lr=0.1, grad_norm=norm.read)
     log.emit(committed, work, step, None)
     log.log(committed, work, step, step, 0.0)
 
 
-def make_steps(written: Written, where: torch.device) -> StepLog:
-    """Make steps whose norms are the results of kernels, 1.0, 2.0, and so on."""
+def make_steps(written: Written) -> StepLog:
+    """Make steps whose norms are 1.0, 2.0, and so on."""
     log = StepLog(written, written, 0)  # type: ignore[arg-type]  # stands in for both
-    total = torch.zeros((), device=where)
     for step in range(1, STEPS + 1):
-        total += 1.0  # the next step's kernels write where those of this one have read
-        commit(log, step, total * 1.0)
+        commit(log, step, Norm(float(step)))
     return log
 
 
 def test_on_a_cpu_it_is_there_at_once() -> None:
     """What a process has committed is in its file, whatever becomes of it then."""
     written = Written()
-    make_steps(written, torch.device("cpu"))
+    make_steps(written)
     assert written.events == [(step, float(step)) for step in range(1, STEPS + 1)]
     assert written.threads == {threading.current_thread().name}
     assert written.logged == [(2, 2.0), (4, 4.0)]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_on_a_gpu_each_is_there_in_its_order(seed: int) -> None:
+def test_on_a_gpu_each_is_there_in_its_order(gpu_path: None) -> None:
     """With the norm that its own step has come to."""
     written = Written()
-    with installed(seed):
-        make_steps(written, torch.device("cuda", 0)).flush()
+    make_steps(written).flush()
     assert written.events == [(step, float(step)) for step in range(1, STEPS + 1)]
     assert written.threads == {"titan_ft_step_log_0"}
     assert written.logged == [(2, 2.0), (4, 4.0)]
 
 
-def test_training_waits_for_the_norm_of_a_step_that_is_logged_only() -> None:
+def test_training_waits_for_the_norm_of_a_step_that_is_logged_only(gpu_path: None) -> None:
     """It queues the next step's kernels meanwhile."""
-    with installed(0) as accelerator:
-        held = [True]
-        stop(accelerator, held)
-        written, before = Written(), accelerator.host_waits[threading.current_thread().name]
-        log = StepLog(written, written, 0)  # type: ignore[arg-type]  # stands in for both
-        commit(log, 1, torch.ones((), device="cuda:0"))
-        assert written.events == []
-        assert accelerator.host_waits[threading.current_thread().name] == before
-        committed = time.time()
-        held.clear()
-        commit(log, 2, torch.ones((), device="cuda:0"))
-        assert accelerator.host_waits[threading.current_thread().name] == before + 1
-        log.flush()
+    written, late = Written(), Norm(1.0, is_there=False)
+    log = StepLog(written, written, 0)  # type: ignore[arg-type]  # stands in for both
+    commit(log, 1, late)  # or it would wait here for ever
+    assert written.events == []
+    committed = time.time()
+    late.there.set()
+    commit(log, 2, Norm(2.0))
+    assert written.logged == [(2, 2.0)]
+    log.flush()
     assert [step for step, _ in written.events] == [1, 2]
     assert written.times[0] <= committed <= written.times[1], "it says when it was committed"
 
 
-def stop(accelerator: FakeAccelerator, held: list[bool]) -> None:
-    """Let the device stand still as long as something is in `held`."""
-    accelerator.enqueue(accelerator.defaults[0], lambda: not held)
-
-
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_one_that_cannot_be_written_ends_the_worker(where: str) -> None:
+@pytest.mark.parametrize("where", ["cpu", "gpu"])
+def test_one_that_cannot_be_written_ends_the_worker(where: str, request: pytest.FixtureRequest) -> None:
     """At once, or with the next step where a thread writes it."""
+    if where == "gpu":
+        request.getfixturevalue("gpu_path")
     written = Written(fails_at=2)
-    accelerator = installed(0) if where == "cuda" else contextlib.nullcontext()
-    with accelerator, pytest.raises(OSError, match="the disk is full"):
-        make_steps(written, torch.device(where, 0))
+    with pytest.raises(OSError, match="the disk is full"):
+        make_steps(written)
     assert written.events == [(1, 1.0)]
