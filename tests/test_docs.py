@@ -89,7 +89,9 @@ def _stands(quoted: str) -> bool:
         return (ROOT / quoted).is_dir() or any(path.endswith(f"/{quoted}") for path in _files())
     quoted = re.sub(r"^titan_ft_(\w+?)(_info|_total)?$", r"\1", quoted)  # a metric: its name begins with the project's
     called = re.match(rf"({_WORD}(?:\.{_WORD})*)(?:\(.*)?$", quoted)
-    return called is None or quoted.startswith("torchft.") or all(part in _known() for part in called[1].split("."))
+    if called is None or quoted.startswith(("torch.", "torchft.")):
+        return True
+    return all(part in _known() for part in called[1].split("."))
 
 
 @pytest.mark.parametrize("page", PAGES)
