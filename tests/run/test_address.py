@@ -22,7 +22,7 @@ def test_an_address_is_what_it_was_made_of(host: str, text: str) -> None:
     assert split_address(text) == split_address(f"http://{text}/") == (host, 80)
 
 
-@pytest.mark.parametrize("text", ["", "host", "host:", "host:+80", "host:8_0", "host: 80", "host:80a"])
+@pytest.mark.parametrize("text", ["", "host", "host:", "host:+80", "host:8_0", "host: 80", "host:80a", "host:65536"])
 def test_a_port_is_a_plain_number(text: str) -> None:
     """What int() would take, or guess, is refused all the same."""
     with pytest.raises(ValueError, match="has no port"):

@@ -201,6 +201,8 @@ def test_arguments_win_over_slurm() -> None:
         (options(replica="4", replicas="4"), "--replica must be below --replicas (4), got 4"),
         (options(nodes="2"), "--rendezvous must be given for 2 nodes, got nothing, and SLURM_JOB_NODELIST is not set"),
         (options(nodes="2", rendezvous="host"), "--rendezvous must be HOST:PORT, got 'host'"),
+        (options(nodes="2", rendezvous="host:70000"), "--rendezvous must be HOST:PORT, got 'host:70000'"),
+        (options(nodes="2", rendezvous="host:0"), "--rendezvous must be HOST:PORT, got 'host:0'"),
         (options(host_deaths="-1"), "--host-deaths must be >= 0, got -1"),
         (options(metrics_port="x"), "--metrics-port must be PORT (this host only) or HOST:PORT, got 'x'"),
         ([*options(), "--steps", "3"], "--steps is no option of titan-ft group"),

@@ -289,10 +289,11 @@ def _find_rendezvous(options: Group, environ: Mapping[str, str], nodes: int) -> 
             "HOST:PORT, a free port of one of them"
         )
     try:
-        host, _ = split_address(rendezvous)
+        host, port = split_address(rendezvous)
     except ValueError:
-        host = ""
-    if not host or "/" in rendezvous:
+        host, port = "", 0
+    # At port 0 each host would be given a port of its own.
+    if not host or not port or "/" in rendezvous:
         raise ConfigError(f"--rendezvous must be HOST:PORT, got {rendezvous!r}; give a free port of one of the nodes")
     return rendezvous
 

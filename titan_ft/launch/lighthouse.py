@@ -67,7 +67,7 @@ def split_bind(bind: str) -> tuple[str, int]:
         host, port = split_address(bind)
     except ValueError:
         host, port = "", 0
-    if not host or "/" in bind or port > 65535:
+    if not host or "/" in bind:
         raise ConfigError(f"--bind must be HOST:PORT, got {bind!r}; for example [::]:29510, port 0 to have one chosen")
     # A name stands for several addresses, of which torchft would take one, and the groups another.
     _check_numeric("--bind", host, "[::] listens at all addresses of this host")

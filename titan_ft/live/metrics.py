@@ -44,7 +44,7 @@ def split_address(text: str) -> tuple[str, int]:
         host, port = address.split_address(text if ":" in text else f"{LOOPBACK}:{text}")
     except ValueError:
         host, port = "", 0
-    if not host or "/" in text or port > 65535:
+    if not host or "/" in text:
         raise ConfigError(
             f"--metrics-port must be PORT (this host only) or HOST:PORT, got {text!r}; for example 9464, 0.0.0.0:9464 "
             "for Prometheus on another host, or 0 to have a port chosen"

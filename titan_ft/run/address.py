@@ -18,6 +18,7 @@ ALL_HOSTS = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 _ELSEWHERE = {socket.AF_INET: "203.0.113.1", socket.AF_INET6: "2001:db8::1"}
 _IPV6_ADDR_PREFERENCES, _PREFER_PUBLIC = 72, 2  # linux/in6.h; Python has no names for them
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+_MAX_PORT = 65535
 _GLOBAL_SCOPE = "00"  # of a line in /proc/net/if_inet6
 
 
@@ -35,10 +36,11 @@ def split_address(address: str) -> tuple[str, int]:
     """Return host and port of host:port or http://host:port.
 
     Raises:
-        ValueError: the port is no number.
+        ValueError: the port is no number, or no port has it.
     """
     host, _, port = address.split("//", 1)[-1].rstrip("/").rpartition(":")
-    if not port.isdecimal():  # int() takes "+1", " 1" and "1_0" as well
+    # int() takes "+1", " 1" and "1_0" as well.
+    if not port.isdecimal() or int(port) > _MAX_PORT:
         raise ValueError(f"{address!r} has no port")
     return host.strip("[]"), int(port)
 
