@@ -151,6 +151,33 @@ def drill(folder: Path) -> Iterator[Drill]:
         cluster.close()
 
 
+AGENT = """#!/bin/bash
+touch "$RUN/life-$SLURM_RESTART_COUNT-$SLURM_PROCID"
+((SLURM_PROCID)) || kill -KILL $$
+exec sleep 600
+"""
+
+
+def test_a_group_that_lost_an_agent_is_requeued(folder: Path) -> None:
+    """The agents of its other hosts wait for one in its place, which nobody starts: Slurm ends them."""
+    cluster = Cluster(folder, nodes=2)
+    try:
+        cluster.start()
+        agent, batch = folder / "agent", REPOSITORY / "titan_ft" / "cluster" / "batch"
+        agent.write_text(AGENT)
+        agent.chmod(0o755)
+        (folder / "token").write_text("secret")
+        cluster.env["RUN"] = str(folder)
+        script = [str(batch / "replicas.sbatch"), str(batch), str(agent), str(folder)]
+        submitted = cluster.run("sbatch", "--parsable", "--nodes=2", f"--output={folder}/out", *script)
+        cluster.wait_until(lambda: (folder / "life--1").exists(), 60, "both agents run")
+        shown = ["scontrol", "show", "job", submitted.strip()]
+        cluster.wait_until(lambda: "Restarts=1 " in cluster.run(*shown), 120, "the group is requeued")
+        assert "killed with its agent" in (folder / "out").read_text()
+    finally:
+        cluster.close()
+
+
 def test_drill(drill: Drill) -> None:
     """Kill, requeue, a node lost, the lighthouse's node lost, a bad host, the time limit: nothing is lost."""
     cluster = drill.cluster
