@@ -99,7 +99,7 @@ class Run:
         self.ledger, self.events = Ledger(slots), Events()
         self.position = Position()
         self.is_writer, self.heals = True, False
-        self.outer, self.per_round = None, 1
+        self.strategy, self.outer, self.per_round = self, None, 1
         self.lent: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.gathered: list[int] = []
         self.claimed = -1  # step that this group said it can load
@@ -132,10 +132,10 @@ class Run:
     def on_load(self) -> None:
         self.loaded.append(self.progress.step)
 
-    def updates(self, step: int) -> int:
+    def updates_of(self, step: int) -> int:
         return -(-step // self.per_round)
 
-    def steps(self, updates: int) -> int:
+    def steps_of(self, updates: int) -> int:
         return updates * self.per_round
 
     def gather(self, value: int) -> list[int]:
@@ -161,7 +161,7 @@ class Run:
         self.schedulers.step()
         self.progress.step += self.per_round
         self.progress.ntokens_seen += 64
-        self.position.start_at(self.updates(self.progress.step))
+        self.position.start_at(self.updates_of(self.progress.step))
         self.position.restore(LINEAGE + self.progress.step)
         slots = range(self.ledger.num_slots)
         state = loader_state(self.progress.step)

@@ -43,6 +43,16 @@ def test_a_launch_without_chaos_loads_nothing_that_breaks_things(tmp_path: Path)
     assert run(code) == ""
 
 
+def test_what_is_loaded_before_the_workers_are_forked_exists() -> None:
+    """Else each worker starts as a process of its own, which takes seconds, and nothing fails."""
+    code = (
+        "from importlib.util import find_spec\n"
+        "from titan_ft.train import IMPORTED_LATER\n"
+        "print(*(name for name in IMPORTED_LATER if find_spec(name) is None))"
+    )
+    assert run(code) == ""
+
+
 def test_mutmut_changes_and_runs_files_that_exist() -> None:
     """A module or test that is moved would silently drop out of scripts/mutate.sh."""
     root = Path(__file__).parents[1]

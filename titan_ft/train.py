@@ -36,7 +36,6 @@ from titan_ft.training.job_config import check_paths, digest_config, prepare_con
 IMPORTED_LATER = (
     "datasets",
     "tensorboard",
-    "titan_ft.semi_sync",
     "titan_ft.trainer",
     "torch._dynamo",
     "torch.utils.tensorboard",
@@ -160,7 +159,6 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
 
     trainer_class: type[titan.Trainer] = titan.Trainer
     if job_config.fault_tolerance.enable:
-        from titan_ft.semi_sync import SemiSyncTrainer
         from titan_ft.trainer import ReplicaTrainer
         from titan_ft.training.curves import wandb_environment
         from titan_ft.training.worker import Launch
@@ -187,8 +185,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         )
         if job_config.metrics.enable_wandb:
             os.environ.update(wandb_environment(environ, job_config, launch.rank))
-        kind = SemiSyncTrainer if job_config.fault_tolerance.semi_sync_method else ReplicaTrainer
-        trainer_class = type("Trainer", (kind,), {"launch": launch})
+        trainer_class = type("Trainer", (ReplicaTrainer,), {"launch": launch})
     else:
         spec.register(job_config.model.name, job_config.fault_tolerance, job_config.experimental.custom_import)
 

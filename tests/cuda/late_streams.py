@@ -110,8 +110,8 @@ NOTICED_BY: dict[str, tuple[str, str]] = {
     "transfer.snapshot.TrainState.load:synchronize": ("heal", "nccl"),
     "transfer.snapshot.TrainState.load:record_event": ("heal", "nccl"),
     "transfer.state_server.StateServer._handle:wait": ("serve", "gloo"),
-    "trainer.ReplicaTrainer._replay:synchronize": ("replay", "gloo"),
-    "trainer.ReplicaTrainer._replay:record_event": ("replay", "gloo"),
+    "engine.strategy.StepStrategy.replay:synchronize": ("replay", "gloo"),
+    "engine.strategy.StepStrategy.replay:record_event": ("replay", "gloo"),
 }
 """The scenario and backend that notice the removal of a wait."""
 COVERED_BY: dict[str, tuple[str, str, str]] = {}

@@ -701,12 +701,12 @@ def pin_again(world: World) -> Any:
 
 def replay(world: World) -> Any:
     """Replay an update to its end: the time that it takes says how many updates fit into a step."""
-    from titan_ft.trainer import ReplicaTrainer
+    from titan_ft.engine.strategy import StepStrategy
 
     where = world.place(0)
     weights = torch.zeros(8, device=where)
-    trainer: Any = SimpleNamespace(_apply=lambda update: weights.add_(1))
-    ReplicaTrainer._replay(trainer, None)  # type: ignore[arg-type]  # stand in for both
+    strategy: Any = SimpleNamespace(apply=lambda update: weights.add_(1))
+    StepStrategy.replay(strategy, None)  # type: ignore[arg-type]  # stand in for both
     return [str(torch.accelerator.current_stream().query())]
 
 

@@ -16,7 +16,7 @@ from tests.cuda.test_runs import digests
 
 Wait = tuple[str, str]
 COMMON: dict[Wait, int] = {
-    ("MainThread", "trainer.py:train_step trainer.py:_train"): 1,
+    ("MainThread", "strategy.py:train local_training.py:compute"): 1,
     ("MainThread", "group.py:gather_losses group.py:_gather"): 1,
     ("MainThread", "group.py:gather group.py:_gather"): 1,  # the digest, which each step of the harness has
 }

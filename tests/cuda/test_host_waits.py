@@ -47,7 +47,7 @@ def test_host_waits_of_a_step(make_job: Callable[..., Job], process_group: str, 
     )
     job.run(120)
     assert all(group.finished for group in job.groups)
-    expected = Counter({("MainThread", "trainer.py:train_step trainer.py:_train"): 1})
+    expected = Counter({("MainThread", "strategy.py:train local_training.py:compute"): 1})
     if ranks > 1:
         expected["MainThread", "group.py:gather_losses group.py:_gather"] = 1
     if process_group == "nccl":  # with Gloo the buckets are in host memory: events, which torch does not count

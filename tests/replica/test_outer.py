@@ -214,7 +214,7 @@ class Group:
         )
 
     def make_round(self, change: float) -> None:
-        """Move by `change`, and make the update of what all groups have: as `SemiSyncTrainer` and `Round` do."""
+        """Move by `change`, and make the update of what all groups have: as `RoundStrategy` and `Round` do."""
         if self.tokens:
             move(self.model, change, 2 * change)
             weights = {0: self.tokens / NOMINAL}

@@ -25,10 +25,10 @@ import msgspec
 import pytest
 import torch
 
-from tests.simulation import semi_sync, standins
+from tests.simulation import standins
 from tests.simulation.schedule import draw
 from titan_ft.device import local_shard
-from titan_ft.engine import catch_up, drain, feed, heal, outer, step, watchdog
+from titan_ft.engine import catch_up, drain, feed, heal, outer, round_strategy, step, watchdog
 from titan_ft.engine import round as rounds
 from titan_ft.gradients import exchange, quantize
 from titan_ft.gradients.bucket import Bucket
@@ -745,12 +745,10 @@ def model_takes_all_anchors(patch: Patch) -> None:
 def excluded_group_keeps_moments(patch: Patch) -> None:
     """A group whose change was not finite goes on with its moments."""
 
-    def go_on(self: semi_sync.RoundRank) -> None:
-        self._read.clear()
-        if not self._is_over:
-            self._open()
+    def meet(self: round_strategy.RoundStrategy) -> bool:
+        return not self._is_over and self._open()
 
-    substitute(patch, semi_sync.RoundRank, "_go_on", go_on)
+    substitute(patch, round_strategy.RoundStrategy, "meet_after_update", meet)
 
 
 @mutation(kinds=("none",), promises=("one trajectory",), mode="semi")

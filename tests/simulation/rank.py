@@ -127,6 +127,7 @@ class Rank:
         self.nominal_tokens = 10 * options.groups
         self.ledger = Ledger(options.groups, number, options.ranks)
         self.shapes = training.OTHER_SHAPES if group.slot in options.odd else training.SHAPES
+        self.position = Position()
         self.state = self._make_state()
         self.state.buffers = world.options.buffers
         self.state.is_scarce = self._is_scarce
@@ -146,7 +147,6 @@ class Rank:
         self.renewals = 0  # newer states that it has fetched in this heal, because its queue was full
         self.sent = 0  # values of gradients that it has summed with others in the last round
         self.found: int | None = None  # step of the checkpoint that it has chosen, or NO_STEP
-        self.position = Position()
         self.rank_watch: RankWatch | None = None
         self.dimension: ReplicaDimension
         self.saves = Saves(self)
@@ -244,9 +244,13 @@ class Rank:
         self.saves.withdraw()
         if last is not None:
             if self.dimension.await_turn(last, self.saves.holds_state, self.saves.watch_others()):
+                self._go_back_to_update()
                 self.saves.save_on_leave()
             self._membership.close()
         self._end("drained")
+
+    def _go_back_to_update(self) -> None:
+        """Have the state of the last update, to save it."""
 
     def _build(self) -> None:
         world, config, process = self.world, self.config, self.process

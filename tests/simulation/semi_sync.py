@@ -1,16 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Semi-synchronous training in the simulation: what `titan_ft.semi_sync.SemiSyncTrainer` does, around the engine.
+"""Semi-synchronous training in the simulation: the engine's own `RoundStrategy`, around a model of some numbers.
 
-A round has some steps of each group by itself, with weights and moments of its own. What the groups agree on, the
-anchors and the outer optimizer, is the engine's own `OuterModel`, and what heals its `OuterState`.
+A round has some steps of each group by itself, with weights and moments of its own. Here are the steps, a look at each
+of them, and an oracle that recomputes the updates.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,16 +21,12 @@ from tests.simulation import training
 from tests.simulation.oracle import Committed, Oracle
 from tests.simulation.rank import Rank
 from titan_ft.config import FaultTolerance
-from titan_ft.engine.drain import OWN_SHARE, WAITING_SHARE
-from titan_ft.engine.feed import Reading, merge
-from titan_ft.engine.outer import OuterModel, OuterState, join_norm, set_lr
-from titan_ft.engine.round import Sign
-from titan_ft.engine.step import Opening
+from titan_ft.engine.outer import OuterModel, OuterState
+from titan_ft.engine.round_strategy import RoundStrategy
+from titan_ft.engine.work import Work
 from titan_ft.protocol.decision import Update
-from titan_ft.protocol.errors import Leaving
-from titan_ft.protocol.ledger import Ledger
-from titan_ft.protocol.report import NOTHING, Contribution
-from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes, steps_per_round
+from titan_ft.protocol.report import Contribution
+from titan_ft.round_settings import outer_optimizer, quantizes, steps_per_round
 from titan_ft.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -46,11 +42,29 @@ def _decay(step: int) -> float:
     return 1 - step / 1000
 
 
+class _Optimizers(list[torch.optim.Optimizer]):
+    """Stands in for torchtitan's OptimizersContainer."""
+
+    def step(self) -> None:
+        """Step all of them."""
+        for optimizer in self:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for optimizer in self:
+            optimizer.zero_grad()
+
+
 class _Schedulers:
     """Stands in for torchtitan's LRSchedulersContainer, around torch's own scheduler."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, _decay)]
+
+    def step(self) -> None:
+        """Go on to the LR of the next step."""
+        self.schedulers[0].step()
 
     def state_dict(self) -> dict[str, Any]:
         return self.schedulers[0].state_dict()
@@ -59,54 +73,119 @@ class _Schedulers:
         self.schedulers[0].load_state_dict(dict(state_dict))
 
 
+class Training:
+    """One rank's part in its own group's training, as `titan_ft.engine.strategy.GroupTraining` has it."""
+
+    data_ended: type[Exception] = StopIteration  # its data never end
+    gradient_scale = 1.0
+
+    def __init__(self, rank: RoundRank) -> None:
+        self._rank = rank
+        self.step = 0
+        self.num_steps = rank.world.options.steps_of(rank.world.options.steps)
+        self.nominal_tokens = rank.nominal_tokens
+        parts = torch.from_numpy(training.initial(rank.number)[0].copy()).split(rank.shapes)
+        self.model = nn.ParameterList([nn.Parameter(part.clone()) for part in parts])
+        self.model_parts: list[nn.Module] = [self.model]
+        inner = torch.optim.SGD(self.model.parameters(), lr=_RATE, momentum=_MOMENTUM, foreach=False)
+        self.optimizers, self.lr_schedulers = _Optimizers([inner]), _Schedulers(inner)
+        self.expected: np.ndarray | None = None  # the weights that the next step must begin with
+        self.left: np.ndarray | None = None  # the moments that the last step has ended with, since a heal
+
+    @property
+    def lr(self) -> float:
+        return float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Return a copy of this group's own weights."""
+        return _flat(self.model)
+
+    @property
+    def moments(self) -> np.ndarray:
+        """Return a copy of those of the inner optimizer."""
+        states = (self.optimizers[0].state.get(parameter, {}).get("momentum_buffer") for parameter in self.model)
+        return _flat(
+            torch.zeros_like(own) if state is None else state for state, own in zip(states, self.model, strict=True)
+        )
+
+    def compute(self, work: Work, slots: Sequence[int], arm: Callable[[], None]) -> Contribution:
+        """Make the gradient of one batch."""
+        (slot,), rank = slots, self._rank
+        kernel, options = rank.world.kernel, rank.world.options
+        self.beat()
+        self._check_begin()
+        spent = options.seconds_of(slot) * (0.8 + 0.4 * kernel.rng.random()) + rank.slowness
+        kernel.sleep(spent)
+        while rank.hangs:
+            kernel.block()
+        reading = rank._read_batch(slot, work.read(slot))
+        work.inner_steps = 1
+        work.readings = [*work.readings, reading]
+        batch = reading.entry.first_batch
+        tokens = training.valid_tokens(slot, batch)
+        values = training.gradient(slot, batch, rank.number, self.weights, options.coupling)
+        if rank.spoiled > 0:
+            rank.spoiled -= 1
+            rank.world.oracle.spoiled.add((slot, batch))
+            values[rank.spoiled % training.SIZE] = float("nan")
+        grads = torch.from_numpy((values * tokens / self.nominal_tokens).astype(np.float32)).split(rank.shapes)
+        for parameter, grad in zip(self.model, grads, strict=True):
+            parameter.grad = grad.clone()
+        facts = rank._group.gather_losses([tokens, 10, 0.1, 0.1, spent])
+        rank._feed.read_ahead([reading])
+        return Contribution(tokens, 10, 0.1, 0.1, float(facts[:, 4].max()), (reading.entry,))
+
+    def _check_begin(self) -> None:
+        """Look whether a step begins with the bytes of the last one, of the update after it, or of a load."""
+        state, world = self._rank.state, self._rank.world
+        if state.tainted:
+            return
+        name = f"{self._rank.process.name} makes a step behind update {state.held[0]}"
+        if not np.array_equal(self.expected, self.weights, equal_nan=True):
+            world.report("one trajectory", f"{name} with other weights than it should have")
+        if self.left is not None and not np.array_equal(self.left, self.moments, equal_nan=True):
+            world.report("one trajectory", f"{name} with other moments than it has ended the last one with")
+
+    def beat(self) -> None:
+        self._rank._watchdog.beat()
+
+    def clear_gradients(self) -> None:
+        self.optimizers.zero_grad()
+
+    def clip_gradients(self) -> torch.Tensor:
+        return torch.zeros(())
+
+    def refresh_converters(self) -> None:
+        """There are none."""
+
+    def await_staging(self) -> None:
+        """A save has its copy before it goes on in the background."""
+
+    def collect_garbage(self, step: int) -> None:
+        """Nothing is collected by order."""
+
+    def pauses_after(self, step: int) -> bool:
+        return True
+
+    def lacks_state(self) -> bool:
+        return self._rank.saves.lacks_state()
+
+
 class State(OuterState):
     """The state of one rank, with what `training.State` has for the world and the oracle."""
 
-    def __init__(
-        self,
-        rank: int,
-        ledger: Ledger,
-        shapes: tuple[int, ...],
-        config: FaultTolerance,
-        gather: Callable[[int], list[int]],
-    ) -> None:
-        self.rank, self.ledger, self._shapes, self.gather = rank, ledger, shapes, gather
+    def __init__(self, rank: Rank, own: Training, outer: OuterModel, on_load: Callable[[], None]) -> None:
+        self.rank, self.ledger = rank.number, rank.ledger
         self.progress = training.Progress()
         self.held = (0, 0)
         self.tainted = self.inherited = self.shown = False
-        parts = torch.from_numpy(training.initial(rank)[0].copy()).split(shapes)
-        self.model = nn.ParameterList([nn.Parameter(part.clone()) for part in parts])
-        self.inner = torch.optim.SGD(self.model.parameters(), lr=_RATE, momentum=_MOMENTUM, foreach=False)
-        self.schedulers = _Schedulers(self.inner)
-        self.fragments = [number % num_fragments(config) for number in range(len(shapes))]
-        self.outer = OuterModel([self.model], outer_optimizer(config), self.fragments)
-        super().__init__([self.model], [self.inner], self.schedulers, self, outer=self.outer, on_load=self._take_state)
-        self.parameters = self.outer.anchors
-        self.begin_anew()
+        self.outer, self._own = outer, own
+        super().__init__(own.model_parts, own.optimizers, own.lr_schedulers, self, outer=outer, on_load=on_load)
+        self.parameters = outer.anchors
+        self.fragments = outer.fragments
 
-    def expect(self, fragments: Sequence[int], alpha: float) -> None:
-        """Note what the next step must begin with behind an update of these fragments."""
-        owns = torch.from_numpy(self.expected).split(self._shapes)
-        parts = zip(owns, self.outer.anchors, self.fragments, strict=True)
-        self.expected = _flat(
-            (torch.lerp(anchor, own, alpha) if alpha else anchor) if fragment in fragments else own
-            for own, anchor, fragment in parts
-        )
-
-    def begin_anew(self) -> None:
-        """Go on from the anchors, with nothing trained on top of them."""
-        self.trained, self.sent = [0] * (max(self.fragments) + 1), dict[int, int]()
-        self.ahead: Work | None = None
-        self.under_way: Work | None = None
-        self.expected = _flat(self.outer.anchors)  # the weights that the next step must begin with
-
-    def _take_state(self) -> None:
-        if any(self.gather(self.spoiled)):
-            self.drop_moments()
-        self.outer.restore_model()
-        self.begin_anew()
-
-    # The counters, as `titan_ft.trainer.Counters`
+    # The counters, as `titan_ft.engine.strategy.CommitCounters`
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is counted now, and what the simulation knows of the bytes."""
@@ -117,6 +196,12 @@ class State(OuterState):
         self.progress = training.Progress(state_dict["steps"], state_dict["tokens"])
         self.ledger.load_state_dict(state_dict["ledger"])
         self.tainted = self.inherited = state_dict["tainted"]
+
+    def advance(self, update: Update) -> None:
+        """Count an update."""
+        self.progress.steps += 1
+        self.progress.tokens += update.tokens
+        self.ledger.advance(update.entries, update.readers)
 
     def load(self, snapshot: Snapshot) -> None:
         """Overwrite it."""
@@ -139,19 +224,6 @@ class State(OuterState):
             return np.stack([_flat(self.outer.anchors), np.zeros(training.SIZE, np.float32)])
         return np.stack([_flat(self.outer.anchors), _flat(map(self.outer.momentum, self.outer.anchors))])
 
-    @property
-    def weights(self) -> np.ndarray:
-        """Return a copy of this group's own weights."""
-        return _flat(self.model)
-
-    @property
-    def moments(self) -> np.ndarray:
-        """Return a copy of those of the inner optimizer."""
-        states = (self.inner.state.get(parameter, {}).get("momentum_buffer") for parameter in self.model)
-        return _flat(
-            torch.zeros_like(own) if state is None else state for state, own in zip(states, self.model, strict=True)
-        )
-
     def flip(self, momentum: bool, place: int, bit: int) -> None:
         """Flip a bit of the anchors, or of the outer momentum if there is one."""
         flips_momentum = momentum and self.outer.has_state
@@ -162,19 +234,9 @@ class State(OuterState):
                 return
             place -= tensor.numel()
 
-    @torch.no_grad()
-    def make_step(self, values: np.ndarray) -> None:
-        """Make one step of the inner optimizer with these gradients."""
-        for parameter, grad in zip(
-            self.model, torch.from_numpy(values.astype(np.float32)).split(self._shapes), strict=True
-        ):
-            parameter.grad = grad.clone()
-        self.inner.step()
-        self.schedulers.schedulers[0].step()
-
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self.inner.zero_grad()
+        self._own.clear_gradients()
 
     def forget_hooks(self) -> None:
         """There are none: nothing is sent while a backward goes on."""
@@ -184,16 +246,52 @@ def _flat(tensors: Any) -> np.ndarray:
     return np.concatenate([tensor.detach().numpy() for tensor in tensors]).copy()
 
 
-@dataclass
-class Work:
-    """What `titan_ft.semi_sync.RoundWork` keeps of a rank's steps of one round."""
+class _WatchedRounds(RoundStrategy):
+    """The engine's strategy; the world notes the weights that each step ends on, and those that are given."""
 
-    steps: int = 0
-    made: Contribution = NOTHING
-    seconds: float = 0.0
-    overdue: bool = False
-    behind: int = 0  # batches that it has read before and that are not committed yet
-    readings: list[Reading] = field(default_factory=list)
+    def __init__(self, rank: RoundRank, own: Training) -> None:
+        self._rank, self._own = rank, own
+        everybody: Any = rank  # gathers as a group does
+        super().__init__(rank.config, own, position=rank.position, group=everybody, counters=None, num_ranks=1)  # type: ignore[arg-type]
+
+    def _build_state(self, num_ranks: int) -> OuterState:
+        super()._build_state(num_ranks)  # checks the model, and makes the outer one
+        state = State(self._rank, self._own, self.outer, self._take_state)
+        self._counters = state
+        self._own.expected = self._own.weights
+        return state
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self._own.expected = _flat(self.outer.anchors)
+
+    def _make_step(self, step: int, slots: Sequence[int]) -> None:
+        super()._make_step(step, slots)
+        self._own.expected, self._own.left = self._own.weights, self._own.moments
+
+    def _take_changes(self, update: int) -> None:
+        super()._take_changes(update)
+        oracle = self._rank.world.oracle
+        assert isinstance(oracle, RoundOracle)
+        oracle.gives(self._rank, self._own.weights, self._sent, late=not self.work.inner_steps)
+
+    def expect(self, update: Update) -> None:
+        """Note the weights that the next step must begin with after this update, before it is applied."""
+        is_last = update.step >= self._rank.world.options.steps
+        number = len(self._trained)
+        exchanged = range(number) if is_last else [(update.step - 1) % number]
+        alpha = self._config.fragment_update_alpha if any(self._sent.values()) and not is_last else 0.0
+        self._apply_expected = exchanged, alpha
+
+    def check_applied(self) -> None:
+        """Complete that with the anchors of the update."""
+        exchanged, alpha = self._apply_expected
+        owns = torch.from_numpy(self._own.expected).split(self._rank.shapes)
+        parts = zip(owns, self.outer.anchors, self.fragments, strict=True)
+        self._own.expected = _flat(
+            (torch.lerp(anchor, own, alpha) if alpha else anchor) if fragment in exchanged else own
+            for own, anchor, fragment in parts
+        )
 
 
 class RoundRank(Rank):
@@ -202,217 +300,67 @@ class RoundRank(Rank):
     state: Any  # a State: the engine's own kind
 
     def _make_state(self) -> Any:
-        self._late = False  # whether the others wait at the end of a round that this group has not begun
-        self._work = Work()
-        self._moments: np.ndarray | None = None  # those that it has made its last step with
-        return State(self.number, self.ledger, self.shapes, self.config, self.gather)
+        self.own = Training(self)
+        self.strategy = _WatchedRounds(self, self.own)
+        return self.strategy.state
+
+    def gather(self, value: int) -> list[int]:
+        """Gather an integer of every rank of the group; before it has met there is nothing to agree on."""
+        return super().gather(value) if "_group" in vars(self) else [value]
+
+    def _build(self) -> None:
+        super()._build()
+        self.strategy.attach(self.dimension, self._exchange)
 
     def _pauses_after(self, step: int) -> bool:
-        return True
-
-    def _steps_of(self, updates: int) -> int:
-        return self.world.options.steps_of(updates)
-
-    @property
-    def _last_step(self) -> int:
-        return self._steps_of(self.world.options.steps)
-
-    @property
-    def _is_over(self) -> bool:
-        return self._steps_of(self.position.step) >= self._last_step
-
-    def _fragments_of(self, update: int) -> list[int]:
-        number = num_fragments(self.config)
-        is_last = self._steps_of(update) >= self._last_step
-        return list(range(number)) if is_last else [(update - 1) % number]
-
-    def _backward(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
-        """Make the steps of a round, as `SemiSyncTrainer._train`."""
-        update, work, dimension = self.position.step + 1, self._work, self.dimension
-        if self._late:
-            self._late = False
-            self._take_changes(update, late=not work.steps)
-            return replace(self._describe_work(work), early=True, changed=any(self.state.trained))
-        early, first, last = dimension.early, self._steps_of(update - 1) + 1, self._steps_of(update)
-        set_lr(self.state.schedulers, first + work.steps - 1)
-        for step in range(first + work.steps, last + 1):
-            signs = dimension.look(overdue=self._is_overdue)
-            if early and Sign.AWAITED in signs:
-                break
-            if Sign.WANTED in signs:
-                dimension.serve()
-            if Sign.OVERDUE in signs:
-                work.overdue = early = True
-                dimension.ask()
-            if work.steps and Sign.TOLD in signs and self._meets_to_leave(work, 0 if early else last + 1 - step):
-                early = True
-                break
-            if step == last and not early:
-                dimension.ask()
-            self._make_step(slots[0], work)
-        self._take_changes(update, late=not work.steps)
-        is_whole = work.overdue or first + work.steps > last
-        changed = not work.steps and any(self.state.trained)
-        made = replace(self._describe_work(work), early=not is_whole, changed=changed)
-        if not made.early:
-            self._make_steps_ahead(update, made, slots)
-        return made
-
-    def _describe_work(self, work: Work) -> Contribution:
-        if not work.steps:
-            return work.made
-        return replace(work.made, entries=tuple(reading.entry for reading in work.readings))
-
-    def _take_changes(self, update: int, late: bool = False) -> None:
-        state, oracle = self.state, self.world.oracle
-        assert isinstance(oracle, RoundOracle)
-        state.sent = {fragment: state.trained[fragment] for fragment in self._fragments_of(update)}
-        weights = {fragment: tokens / self.nominal_tokens for fragment, tokens in state.sent.items()}
-        state.outer.take_changes(weights)
-        self._exchange.give(weights)
-        oracle.gives(self.slot, self.number, state, late)
-
-    @property
-    def _is_overdue(self) -> bool:
-        limit = self.config.sync_deadline_seconds
-        return bool(limit and self._work.steps and self._work.seconds >= limit)
-
-    def _make_steps_ahead(self, update: int, made: Contribution, slots: Sequence[int]) -> None:
-        """Make steps while the exchange is under way, as `SemiSyncTrainer._make_steps_ahead`."""
-        first, last = self._steps_of(update) + 1, self._steps_of(update + 1)
-        if not self.config.fragment_sync_delay or last < first:
-            return
-        self.dimension.send(made)
-        self.state.ahead = ahead = Work(behind=self._work.steps)
-        for _ in range(first, min(first + self.config.fragment_sync_delay, last + 1)):
-            signs = self.dimension.look()
-            if Sign.TOLD in signs:
-                break
-            if Sign.WANTED in signs:
-                self.dimension.serve()
-            self._make_step(slots[0], ahead)
+        return self.strategy.pauses_after(step)
 
     def _step(self) -> None:
-        self._work, self.state.ahead = self.state.ahead or Work(), None
-        self.state.under_way = self._work
+        self.own.step = self.strategy.steps_of(self.position.step) + 1  # as torchtitan's loop does
+        self.strategy.begin_work()
         super()._step()
 
-    def _make_step(self, slot: int, work: Work) -> None:
-        kernel, options = self.world.kernel, self.world.options
-        self._watchdog.beat()
-        self._check_begin()
-        spent = options.seconds_of(slot) * (0.8 + 0.4 * kernel.rng.random()) + self.slowness
-        kernel.sleep(spent)
-        while self.hangs:
-            kernel.block()
-        reading = self._read_batch(slot, work.behind + work.steps)
-        batch = reading.entry.first_batch
-        values = training.gradient(slot, batch, self.number, self.state.weights, options.coupling)
-        if self.spoiled > 0:
-            self.spoiled -= 1
-            self.world.oracle.spoiled.add((slot, batch))
-            values[self.spoiled % training.SIZE] = float("nan")
-        self.state.make_step(values)
-        tokens = training.valid_tokens(slot, batch)
-        facts = self._group.gather_losses([tokens, 10, 0.1, 0.1, spent])
-        seconds = float(facts[:, 4].max())
-        self._feed.read_ahead([reading])
-        work.made = work.made.plus(Contribution(tokens, 10, 0.1, 0.1, seconds))
-        work.readings = merge([*work.readings, reading])
-        work.steps, work.seconds = work.steps + 1, work.seconds + spent
-        self.state.trained = [sum_ + tokens for sum_ in self.state.trained]
-        self.state.expected, self._moments = self.state.weights, self.state.moments
-
-    def _check_begin(self) -> None:
-        """Look whether a step begins with what the last one has left, or the update behind it, or a load."""
-        state = self.state
-        if state.tainted:
-            return
-        name = f"{self.process.name} makes a step behind update {state.held[0]}"
-        if not np.array_equal(state.expected, state.weights, equal_nan=True):
-            self.world.report("one trajectory", f"{name} with other weights than it should have")
-        if self._moments is not None and not np.array_equal(self._moments, state.moments, equal_nan=True):
-            self.world.report("one trajectory", f"{name} with other moments than it has ended the last one with")
+    def _backward(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
+        return self.strategy.train(slots, arm)
 
     def _apply(self, update: Update) -> None:
-        """Apply a round's update, live or replayed, as `SemiSyncTrainer._apply`."""
+        """Apply a round's update, live or replayed."""
         world, state = self.world, self.state
         self._know(update, self.held[1], None)
-        self._watchdog.beat()
         world.kernel.sleep(world.options.apply_seconds)
-        update.sums.write()
         if update.step != state.progress.steps + 1:
             world.report("counters", f"{self.process.name} applies update {update.step} to a state of {self.held[0]}")
-        exchanged, is_last = self._fragments_of(update.step), self._steps_of(update.step) >= self._last_step
-        mixes = any(state.sent.values()) and not is_last
-        alpha = self.config.fragment_update_alpha if mixes else 0.0
-        squares = state.outer.step(alpha)
-        state.expect(exchanged, alpha)
-        for fragment, tokens in state.sent.items():
-            state.trained[fragment] -= tokens
-        state.sent, state.under_way = {}, None
-        if state.ahead is not None:
-            state.ahead.behind = 0
-        set_lr(state.schedulers, self._steps_of(update.step))
-        state.progress.steps += 1
-        state.progress.tokens += update.tokens
-        self.ledger.advance(update.entries, update.readers)
-        join_norm(squares, self._group.gather)
+        self.strategy.expect(update)
+        self.strategy.apply(update)
+        self.strategy.check_applied()
         self._hold(update.step, update.lineage)
         world.oracle.applied(self.slot, self.number, update.lineage, state)
 
     def _go_on(self) -> None:
         self._read.clear()
-        if self._is_over:
-            return
-        if self.position.exclusions:
-            self.state.restore()
+        if self.strategy.meet_after_update():
             self._heal(computed=False)
-        else:
-            self._open()
-
-    def _open(self) -> None:
-        match self.dimension.open():
-            case Opening.HEAL:
-                self._heal(computed=False)
-            case Opening.EXCHANGE:
-                self._late = True
 
     def _heal(self, computed: bool) -> None:
         trained, ahead = {batch for slot, batch in self._read if slot == self.slot}, self.ahead
-        self._moments, before = None, self.held[1]
+        self.own.left, before, strategy = None, self.held[1], self.strategy
         # Those of the next round, made while the exchange was under way, are on top of weights that it has no more.
-        void = self.state.ahead.steps if self.state.ahead is not None else 0
+        void = strategy._ahead.inner_steps if strategy._ahead is not None else 0
         super()._heal(computed)
-        work = self.state.under_way
-        if work is not None and self.state.ahead is None:  # it has gone back to its own state, and gives the same again
-            self.state.ahead = work
-            if work.steps:
-                self.world.say(self.process.name, f"keeps {work.steps} steps of its round")
-            return
-        if work is not None:
-            self.state.restore()
-        lost = sum(batch >= self.ledger.end(self.slot) for batch in trained) - void
-        if lost > 0:
-            self.world.lost_steps(self, lost, ahead, before)
-        if self.dimension.opens and not self._is_over:
-            self._open()
+        self.own.step = strategy.steps_of(self.position.step)
+        work = strategy._under_way
+        if work is not None and strategy._ahead is None:  # it has gone back to its own state, and gives the same again
+            if work.inner_steps:
+                self.world.say(self.process.name, f"keeps {work.inner_steps} steps of its round")
+        else:
+            lost = sum(batch >= self.ledger.end(self.slot) for batch in trained) - void
+            if lost > 0:
+                self.world.lost_steps(self, lost, ahead, before)
+        if strategy.resume_after_heal():
+            self._heal(computed=False)
 
-    def _meets_to_leave(self, work: Work, remaining: int) -> bool:
-        """Leave, or meet the others, if the round would take too long, as `SemiSyncTrainer._meets_to_leave`."""
-        step = work.seconds / work.steps
-        needed, share = (step * remaining, OWN_SHARE) if remaining else (step, WAITING_SHARE)
-        if not self._exceeds(needed, share):
-            return False
-        is_over = lambda: self._exceeds(0.0, OWN_SHARE)  # noqa: E731
-        if remaining and self.saves.lacks_state() and self.dimension.await_others(is_over):
-            return True
-        self.position.leave()
-        raise Leaving
-
-    def _exceeds(self, seconds: float, share: float) -> bool:
-        assert self.drain is not None
-        return any(self._group.gather(self.drain.spent + seconds / self.config.drain_timeout_seconds > share))
+    def _go_back_to_update(self) -> None:
+        self.strategy.go_back_to_update()
 
 
 # The oracle
@@ -433,7 +381,7 @@ class _Part:
 
 class RoundOracle(Oracle):
     """Recomputes the outer update from what each group has come to. That a rank's steps go on from what they should, it
-    looks at itself (`RoundRank._check_begin`).
+    looks at itself (`Training._check_begin`).
     """
 
     def __init__(
@@ -450,15 +398,18 @@ class RoundOracle(Oracle):
         """By rank: what rounding to 8 bits may leave of a value that a group gives, or has left of the one before, in
         tokens."""
 
-    def gives(self, slot: int, rank: int, state: State, late: bool) -> None:
-        """Take note of what a rank has come to."""
-        self._fragments = np.repeat(state.fragments, state._shapes).tolist()
-        parts = self._parts.setdefault((state.held[1], rank), {}).setdefault(slot, [])
-        corrupt = self.is_corrupt(rank, state, otherwise=True)  # a bit may have been lost in rounding since it flipped
-        parts.append(_Part(state.weights, dict(state.sent), corrupt, late))
+    def gives(self, rank: RoundRank, weights: np.ndarray, sent: dict[int, int], late: bool) -> None:
+        """Take note of what a rank has come to, and of the tokens that count, by fragment."""
+        state, number = rank.state, rank.number
+        self._fragments = np.repeat(state.fragments, rank.shapes).tolist()
+        parts = self._parts.setdefault((state.held[1], number), {}).setdefault(rank.slot, [])
+        corrupt = self.is_corrupt(
+            number, state, otherwise=True
+        )  # a bit may have been lost in rounding since it flipped
+        parts.append(_Part(weights, dict(sent), corrupt, late))
         if self._quantizes:
-            largest = np.abs(state.array[0] - state.weights).max() * max(state.sent.values())
-            self._coarsest[rank] = np.fmax(self._coarsest.get(rank, 0.0), 1.01 * largest / _MULTIPLES)
+            largest = np.abs(state.array[0] - weights).max() * max(sent.values())
+            self._coarsest[number] = np.fmax(self._coarsest.get(number, 0.0), 1.01 * largest / _MULTIPLES)
 
     def _spoiled_in(self, lineage: int, updates: int = 0) -> set[int]:
         # A fragment's change is of all since its last exchange, and of the participants: nobody trains another's slot.

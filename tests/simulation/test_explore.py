@@ -592,7 +592,7 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
     options = Options(2, 1, 5, fault_tolerance, compute_seconds=0.1, transfer_seconds=(0.5, 0.5), jitter=0.1)
     faults = Reset(0.9, 1, 0, "vote"), KillGroups(0.9, (1,), "fetching", of=0)
     with standins.installed():
-        world = Schedule(7, options, faults).run(traces=True)
+        world = Schedule(2, options, faults).run(traces=True)
     assert not world.problems
     said = [text for _, who, text in world.trace if who == "g0r0"]
     assert "rolled_back step=1 lost=1" in said

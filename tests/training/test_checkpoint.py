@@ -51,10 +51,10 @@ from torchtitan.config import Checkpoint  # noqa: E402
 
 from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.engine.outer import OuterModel  # noqa: E402
+from titan_ft.engine.round_strategy import RoundStrategy  # noqa: E402
 from titan_ft.host.hugging_face import MERGING  # noqa: E402
 from titan_ft.protocol.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.round_settings import OuterOptimizer  # noqa: E402
-from titan_ft.semi_sync import SemiSyncTrainer  # noqa: E402
 from titan_ft.training.checkpoint import choice as checkpoint_choice  # noqa: E402
 from titan_ft.training.checkpoint.choice import LoadError  # noqa: E402
 from titan_ft.training.checkpoint.folder import (  # noqa: E402
@@ -1226,15 +1226,17 @@ def test_what_is_saved_between_rounds_is_the_anchors(make_run: Callable[..., Run
     """Also at the end of a round in whose midst the save fell due, and whether or not the others wait for that."""
     run = make_run(async_mode=mode, method={"semi_sync_method": "diloco", "sync_steps": 4})
     run.per_round = 4
-    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
-    vars(trainer).update(
-        checkpointer=run.checkpoints,
-        _checkpoint_host=run,
-        _outer=OuterModel([run.model], OuterOptimizer(1.0, 0.0, nesterov=False)),
-        job_config=SimpleNamespace(validation=SimpleNamespace(enable=False)),
+    strategy = RoundStrategy.__new__(RoundStrategy)
+    vars(strategy).update(
+        _config=SimpleNamespace(fragment_sync_delay=1, fragment_update_alpha=0.0),
+        _trained=[0],
+        _training=SimpleNamespace(
+            await_staging=run.checkpoints.maybe_wait_for_staging, refresh_converters=lambda: None
+        ),
+        outer=OuterModel([run.model], OuterOptimizer(1.0, 0.0, nesterov=False)),
     )
+    run.lent = strategy.lent
     anchor = run.model.weight.detach().clone()
-    trainer._lend_anchors()
     run.train(8)  # the save is due at step 5
     run.settle()
     own = run.model.weight.detach().clone()

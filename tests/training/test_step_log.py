@@ -15,8 +15,9 @@ from titan_ft.host import cpu
 cpu.prepare()
 
 from titan_ft.engine.step import Committed  # noqa: E402
+from titan_ft.engine.work import Work  # noqa: E402
 from titan_ft.protocol.decision import Update  # noqa: E402
-from titan_ft.training.step_log import StepLog, Work  # noqa: E402
+from titan_ft.training.step_log import StepLog  # noqa: E402
 
 STEPS = 4
 DEADLINE = 20.0  # seconds; only ever reached by a bug

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.validate import Validator
 from torchtitan.hf_datasets import DatasetConfig, text_datasets
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from titan_ft.config import ConfigError
 from titan_ft.host.loader_workers import prepare_worker
 from titan_ft.training.slot_loaders import enough_documents
-from titan_ft.training.validation import TO_THE_END, ValidationBatches, check_steps
+from titan_ft.training.validation import TO_THE_END, ValidationBatches, check_steps, share_loss, validate_updates
 
 WAIT_SECONDS = 60.0  # for another rank; a rank that waits for longer waits for ever
 SEQ_LEN = 7
@@ -215,3 +220,75 @@ def test_a_number_of_steps_that_is_none(steps: int, in_toml: bool) -> None:
 def test_a_number_of_steps_that_is_one(toml: object, flag: str) -> None:
     """What has the wrong type is left to the check of types."""
     check_steps({"validation": {"steps": toml}}, [f"--validation.steps={flag}"])
+
+
+def test_a_pipeline_s_validation_loss_is_known_to_all_its_ranks() -> None:
+    """torchtitan calls -1 / tokens the loss on ranks without the last stage."""
+    logged: list[tuple[float, int]] = []
+    told: list[list[float]] = []
+
+    def make(own: Any, last_stage: bool) -> Any:
+        metrics = SimpleNamespace(log_validation=lambda loss, step: logged.append((loss, step)))
+        dims = SimpleNamespace(pp_enabled=True, get_optional_mesh=lambda name: None)
+        trainer: Any = SimpleNamespace(
+            validator=own, metrics_processor=metrics, parallel_dims=dims, pp_has_last_stage=last_stage
+        )
+        group: Any = SimpleNamespace(gather_losses=lambda values: told.append(values) or torch.tensor(told))
+        share_loss(trainer, group)
+        return metrics
+
+    class Own(Validator):
+        def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+            """Log on the ranks that it likes."""
+
+    for last_stage, loss in ((True, 7.5), (False, -0.01)):
+        make(Validator.__new__(Validator), last_stage).log_validation(loss=loss, step=3)
+    assert logged == [(7.5, 3), (7.5, 3)]
+    make(Own.__new__(Own), False).log_validation(loss=-0.01, step=4)
+    assert logged[-1] == (-0.01, 4)
+    assert len(told) == 2  # nobody is waited for
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """Make this process a world of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_state_after_a_validation_is_the_one_before_it(world: None) -> None:
+    """A validation that falls due in the midst of a round is made after it, with the weights of the update.
+
+    A forward without a backward leaves FSDP's root whole: a digest then, and a copy, would be of other tensors.
+    """
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    before = [type(parameter) for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def validate(model_parts: list[torch.nn.Module], step: int) -> None:
+        model_parts[0](torch.ones(2, 4))
+        assert [type(parameter) for parameter in model.parameters()] != before
+
+    @contextlib.contextmanager
+    def lend() -> Iterator[None]:
+        lent.append(True)
+        yield
+        assert [type(parameter) for parameter in model.parameters()] == before, "shards are given back"
+        lent.append(False)
+
+    lent: list[bool] = []
+    trainer: Any = SimpleNamespace(
+        validator=SimpleNamespace(validate=validate, should_validate=lambda step: step == 3), model_parts=[model]
+    )
+    strategy: Any = SimpleNamespace(
+        lent=lend, steps_of=lambda update: 4 * update, updates_of=lambda step: -(-step // 4)
+    )
+    validate_updates(trainer, strategy)
+    assert list(map(trainer.validator.should_validate, (4, 8))) == [True, False]
+    trainer.validator.validate([model], 4)
+    assert lent == [True, False]
+    assert [type(parameter) for parameter in model.parameters()] == before

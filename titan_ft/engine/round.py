@@ -106,6 +106,11 @@ class Rounds:
         """Say whether a group that leaves waits for others no longer. A collective of the group."""
         return any(self._group.gather(self._drain.is_urgent))
 
+    def lacks_time(self, seconds: float, share: float) -> bool:
+        """Say whether so many more seconds exceed a share of the time to leave, on any rank. A collective."""
+        timeout = self._config.drain_timeout_seconds
+        return any(self._group.gather(self._drain.spent + seconds / timeout > share))
+
     @property
     def signs(self) -> Sign:
         """Return what this rank sees between two steps of a round."""

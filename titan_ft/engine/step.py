@@ -329,6 +329,10 @@ class ReplicaDimension:
             self._rounds.pause()
         return True
 
+    def lacks_time(self, seconds: float, share: float) -> bool:
+        """Say whether so many more seconds exceed a share of the time to leave, on any rank. A collective."""
+        return self._rounds.lacks_time(seconds, share)
+
     @property
     def early(self) -> bool:
         """Say whether this group has asked for the next round already: it has just healed, or opened without others."""

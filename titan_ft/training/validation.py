@@ -5,13 +5,20 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
+
 from titan_ft.config import ConfigError, read_flags
 from titan_ft.engine.feed import Batch
+from titan_ft.engine.strategy import StepStrategy
+from titan_ft.engine.watchdog import Watchdog
 from titan_ft.host.loader_workers import prepare_workers
-from titan_ft.host.titan_0_2 import logger
+from titan_ft.host.titan_0_2 import Trainer, Validator, logger
+from titan_ft.membership.group import Group
+from titan_ft.training.local_training import knows_loss
 
 TO_THE_END = -1
 """Value of `validation.steps` with which torchtitan validates on all of the data."""
@@ -148,3 +155,54 @@ class ValidationBatches:
 
 def _name_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def validate_together(trainer: Trainer, group: Group, watchdog: Watchdog) -> None:
+    """Let all ranks of the group validate equally many batches."""
+    config = trainer.job_config.validation
+    loader = getattr(trainer.validator, "validation_dataloader", None)
+    if loader is None:
+        return  # a validator of the user's with data of its own
+    trainer.validator.validation_dataloader = ValidationBatches(
+        loader,
+        steps=config.steps,
+        gather=group.gather,
+        beat=watchdog.beat,
+        whole=config.local_batch_size if trainer.parallel_dims.pp_enabled else None,
+    )
+
+
+def validate_updates(trainer: Trainer, strategy: StepStrategy) -> None:
+    """Validate the weights that all groups have alike, after each update in which a validation falls due.
+
+    FSDP then shards the weights again: without a backward its root keeps whole copies. Until the next step a digest and
+    a donor's copy would be of those, and a heal would change the shards alone.
+    """
+    validate, should_validate = trainer.validator.validate, trainer.validator.should_validate
+
+    def validate_and_shard(*args: Any, **kwargs: Any) -> None:
+        with strategy.lent():
+            validate(*args, **kwargs)
+            for part in trainer.model_parts:
+                for module in part.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+
+    def is_due(step: int) -> bool:
+        first = strategy.steps_of(strategy.updates_of(step) - 1) + 1
+        return any(map(should_validate, range(first, step + 1)))
+
+    trainer.validator.validate, trainer.validator.should_validate = validate_and_shard, is_due
+
+
+def share_loss(trainer: Trainer, group: Group) -> None:
+    """Log a validation's loss on all ranks; torchtitan logs -1 / tokens where a pipeline's last stage is not."""
+    if type(trainer.validator).validate is not Validator.validate:
+        return  # a user's own, of which nobody knows which ranks log
+    log = trainer.metrics_processor.log_validation
+
+    def log_everywhere(loss: float, step: int) -> None:
+        known = group.gather_losses([loss if knows_loss(trainer) else -math.inf])
+        log(loss=float(known.max()), step=step)
+
+    trainer.metrics_processor.log_validation = log_everywhere

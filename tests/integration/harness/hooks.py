@@ -75,7 +75,9 @@ from titan_ft.device import local_shard
 from titan_ft.engine import heal
 from titan_ft.engine.catch_up import CatchUp
 from titan_ft.engine.drain import Drain
+from titan_ft.engine.round_strategy import RoundStrategy
 from titan_ft.engine.step import ReplicaDimension
+from titan_ft.engine.strategy import StepStrategy
 from titan_ft.faults.catalogue import make_fault
 from titan_ft.gradients.bucket import Count
 from titan_ft.gradients.flight import Flight
@@ -85,8 +87,8 @@ from titan_ft.membership.membership import Membership
 from titan_ft.membership.rendezvous import Rendezvous
 from titan_ft.protocol.decision import Update
 from titan_ft.run.events import FaultInjected, Target
-from titan_ft.semi_sync import SemiSyncTrainer
 from titan_ft.trainer import ReplicaTrainer
+from titan_ft.training.local_training import LocalTraining
 from titan_ft.training.step_log import StepLog
 from titan_ft.transfer import state_fetch
 from titan_ft.transfer.pace import Pace
@@ -96,7 +98,6 @@ from titan_ft.transfer.wire import TransferError
 
 SETTINGS: dict[str, Any] = json.loads(os.environ["TITAN_FT_TEST_HOOKS"])
 _HOLD_SECONDS = 60.0
-TRAINERS = (ReplicaTrainer, SemiSyncTrainer)  # each has an `_apply` of its own
 
 flavor.register()
 state_fetch._CHUNK = 1 << 18  # a tiny state, too, takes several requests
@@ -122,6 +123,7 @@ class Worker:
         self.queued = 0  # updates queued in the heal under way
         self.answers = 0  # pieces of the state that this donor sent
         self.passed: dict[str, int] = {}  # steps begun since a mark was first seen
+        self.trainer: Any = None
         self.events: Any = None
         self.watchdog: Any = None
         self.is_awaited: Callable[[], bool] = lambda: False
@@ -241,7 +243,7 @@ def install_progress() -> None:
     """Follow the steps, count the forwards, leave marks."""
 
     def build(trainer: ReplicaTrainer) -> None:
-        WORKER.events, WORKER.watchdog = trainer._events, trainer._watchdog
+        WORKER.trainer, WORKER.events, WORKER.watchdog = trainer, trainer._events, trainer._watchdog
         model = trainer.model_parts[0]
         if trainer.parallel_dims.pp_enabled:  # which calls each of its models for every part of a batch
             schedule: Any = trainer.pp_schedule
@@ -275,7 +277,7 @@ def install_progress() -> None:
     def step(trainer: ReplicaTrainer, *_: Any) -> None:
         WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = trainer.step, 0, 0.0, 0
 
-    def inner_step(_: SemiSyncTrainer, step: int, *__: Any) -> None:
+    def inner_step(_: RoundStrategy, step: int, *__: Any) -> None:
         WORKER.step = step
 
     def report(_: StepLog, committed: Any, *__: Any) -> None:
@@ -318,14 +320,13 @@ def install_progress() -> None:
     after(ReplicaTrainer, "_build_replica", lambda trainer: build(trainer))
     after(ReplicaTrainer, "_build_replica", await_quorum)
     wrap(heal, "fetch", fetch)
-    for kind in TRAINERS:
-        wrap(kind, "_apply", apply)
+    wrap(StepStrategy, "apply", apply)
     after(CatchUp, "queue", queue)
     after(ReplicaDimension, "_wait", lambda *_: WORKER.mark("awaits"))
     before(HuggingFaceTokenizer, "encode", encode)
     before(OptimizersContainer, "step", optimize)
     before(ReplicaTrainer, "train_step", step)
-    before(SemiSyncTrainer, "_make_step", inner_step)
+    before(RoundStrategy, "_make_step", inner_step)
     before(StepLog, "emit", report)
     after(StepLog, "log", lambda *_: WORKER.mark("trained"))
     after(Drain, "request", lambda *_: WORKER.mark("told"))
@@ -379,9 +380,8 @@ def install_faults() -> None:
     after(Rendezvous, "_exchange_addresses", lambda *_: WORKER.at("rendezvous"))
     before(Membership, "vote", lambda *_: WORKER.at("vote_before"))
     after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
-    for kind in TRAINERS:
-        before(kind, "_apply", lambda _, update: WORKER.at("replay" if update.sums.is_kept else "commit"))
-        after(kind, "_apply", lambda _, update: None if update.sums.is_kept else WORKER.at("optimizer"))
+    before(StepStrategy, "apply", lambda _, update: WORKER.at("replay" if update.sums.is_kept else "commit"))
+    after(StepStrategy, "apply", lambda _, update: None if update.sums.is_kept else WORKER.at("optimizer"))
     after(state_fetch._Connection, "request", request)
     after(StateServer, "_answer", answer)
     after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))  # the data is there, the metadata is not
@@ -411,8 +411,8 @@ def install_chaos() -> None:
             if what["fault"] in names and step in what["steps"]:
                 worker = TargetWorker(
                     model_parts=trainer.model_parts,
-                    parameters=trainer._agreed_parameters(),
-                    optimizers=trainer._agreed_optimizers(),
+                    parameters=trainer._strategy.agreed_parameters(),
+                    optimizers=trainer._strategy.agreed_optimizers(),
                     process_group=None,
                     server=trainer._links.server,
                     group_pids=(),
@@ -428,7 +428,7 @@ def install_chaos() -> None:
 
     before(ReplicaTrainer, "train_step", lambda trainer, *_: strike(trainer, trainer.step, "nan_gradient"))
     # Between the optimizer and the digest: a faulty memory of which no step of the others is to be made.
-    after(ReplicaTrainer, "_apply", lambda trainer, update: strike(trainer, update.step, "flip_parameter"))
+    after(StepStrategy, "apply", lambda _, update: strike(WORKER.trainer, update.step, "flip_parameter"))
 
 
 def install_mask() -> None:
@@ -473,16 +473,16 @@ def install_records(folder: Path) -> None:
             }
             torch.save(parameters, folder / f"{moment}-{name}.pt")
 
-    def dump_anchors(trainer: SemiSyncTrainer, update: Update) -> None:
-        with trainer._outer.lent():
-            dump(trainer, f"round-{update.step}")
+    def dump_anchors(strategy: RoundStrategy, update: Update) -> None:
+        with strategy.outer.lent():
+            dump(strategy._training, f"round-{update.step}")
 
     def whole(value: torch.Tensor) -> torch.Tensor:
         return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()  # the oracle has no GPU
 
     before(MetricsProcessor, "log", log)
     before(torchtitan.train.Trainer, "train", lambda trainer: dump(trainer, "begin"))
-    after(SemiSyncTrainer, "_apply", dump_anchors)
+    after(RoundStrategy, "_apply_sums", dump_anchors)
     before(torchtitan.train.Trainer, "close", end)
 
 
@@ -551,15 +551,16 @@ class Scales:
         return [local_shard(parameter).float().abs().sum().item() for part in parts for parameter in part.parameters()]
 
     @classmethod
-    def compare(cls, trainer: ReplicaTrainer, *_: Any) -> None:
+    def compare(cls, training: LocalTraining, *_: Any) -> None:
         """Fail before a forward with scales of other weights; in the first step of a job there may be none yet."""
+        trainer: Any = training._trainer
         if WORKER.scales is not None or (trainer.step > 1 and "scales" in trainer.job_config.model.converters):
             assert cls.of(trainer.model_parts) == WORKER.scales, f"step {trainer.step}: scales of other weights"
 
 
 def install_scales() -> None:
     register_model_converter(Scales, "scales")
-    before(ReplicaTrainer, "_forward_backward", Scales.compare)
+    before(LocalTraining, "_forward_backward", Scales.compare)
 
 
 def pin() -> None:

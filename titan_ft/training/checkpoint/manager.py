@@ -133,8 +133,9 @@ class ReplicaCheckpoints(CheckpointManager):
         if self.enable:
             self.states[DATALOADER] = Shards(host.ledger)
             self.states[QUORUM_STATE] = QuorumState(host.position)
-            if host.outer is not None and host.outer.has_state:
-                self.states[OUTER_STATE] = host.outer
+            outer = host.strategy.outer
+            if outer is not None and outer.has_state:
+                self.states[OUTER_STATE] = outer
             # Shards are numbered from 0 through the whole job; the last data rank of a group has the largest number.
             self._num_shards = max(host.gather(max(map(int, host.ledger.shards())))) + 1
             counters = self.states[TRAIN_STATE]
@@ -211,7 +212,7 @@ class ReplicaCheckpoints(CheckpointManager):
         self._settle(wait=last_step)
         due = latest_due(curr_step, self.interval, self.enable_first_step_checkpoint, last_step)
         # Due since an earlier step, if a writer was lost with its save or was slower than the interval.
-        updates = self.host.position.step if due == curr_step else self.host.updates(due)
+        updates = self.host.position.step if due == curr_step else self.host.strategy.updates_of(due)
         if self.host.is_writer and self._under_way is None and self._lacks(updates):
             self._write(curr_step, last_step)
 
@@ -225,7 +226,7 @@ class ReplicaCheckpoints(CheckpointManager):
             return False
         due = latest_due(step, self.interval, self.enable_first_step_checkpoint, last=False)
         # Asynchronous saves stop nobody for long; while one is under way its step remains due.
-        behind = self.host.updates(due) > self.host.position.saved
+        behind = self.host.strategy.updates_of(due) > self.host.position.saved
         return due == step or (self.async_mode == AsyncMode.DISABLED and behind)
 
     def finish(self, step: int) -> None:
@@ -251,7 +252,7 @@ class ReplicaCheckpoints(CheckpointManager):
             return False
         self._settle(wait=True)
         updates = self.host.position.step
-        return updates > self.host.position.saved or self._holds_model_only(self.host.steps(updates))
+        return updates > self.host.position.saved or self._holds_model_only(self.host.strategy.steps_of(updates))
 
     def _holds_model_only(self, step: int) -> bool:
         """Say whether the checkpoint of `step` is of the model only: the last save is, unless the user asks for more.
@@ -568,7 +569,7 @@ class ReplicaCheckpoints(CheckpointManager):
     def _write_once(self, step: int, last_step: bool) -> None:
         self._under_way = save = Save(step, self.host.position.step)
         try:
-            with self.host.lent():
+            with self.host.strategy.lent():
                 super().save(step, last_step)
         except (CheckpointException, PartError) as error:
             # On all ranks, or on none. What one rank alone meets ends it: the others are in a collective of the save.
@@ -628,7 +629,7 @@ class ReplicaCheckpoints(CheckpointManager):
 
     def _latest_step(self) -> int:
         """Return the step of the latest complete checkpoint that this group knows of; 0 = none."""
-        return self.host.steps(self.host.position.saved)
+        return self.host.strategy.steps_of(self.host.position.saved)
 
     def _emit_saved(self, save: Save) -> None:
         if dist.get_rank() != 0:
@@ -640,7 +641,7 @@ class ReplicaCheckpoints(CheckpointManager):
 
     def _emit_loaded(self) -> None:
         host, step = self.host, self.states[TRAIN_STATE].state_dict()["step"]
-        host.position.note_saved(host.updates(step))
+        host.position.note_saved(host.strategy.updates_of(step))
         self._loaded = step
         host.events.emit(CheckpointLoaded(step=step, lineage=f"{host.position.lineage:012x}"))
         assert self._load is not None

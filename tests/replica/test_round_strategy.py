@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the trainer of a semi-synchronous method does in a round, without a model; whole runs are in integration/."""
+"""What a group does in a round, without a model; whole runs are in integration/."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_ft.host import cpu
-
-cpu.prepare()  # before anything imports torchtitan, which reads the device at import
-
-from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
-
-from titan_ft import semi_sync  # noqa: E402
-from titan_ft.config import ConfigError, FaultTolerance  # noqa: E402
-from titan_ft.engine.feed import Reading  # noqa: E402
-from titan_ft.engine.round import Sign  # noqa: E402
-from titan_ft.protocol.decision import Update  # noqa: E402
-from titan_ft.protocol.errors import Leaving  # noqa: E402
-from titan_ft.protocol.ledger import Entry  # noqa: E402
-from titan_ft.protocol.report import Contribution  # noqa: E402
-from titan_ft.round_settings import num_fragments  # noqa: E402
-from titan_ft.semi_sync import RoundWork, SemiSyncTrainer  # noqa: E402
-from titan_ft.trainer import ReplicaTrainer  # noqa: E402
+from titan_ft.config import ConfigError, FaultTolerance
+from titan_ft.engine import round_strategy
+from titan_ft.engine.feed import Reading
+from titan_ft.engine.round import Sign
+from titan_ft.engine.round_strategy import RoundStrategy, RoundWork
+from titan_ft.engine.step import Opening
+from titan_ft.engine.strategy import Departure
+from titan_ft.protocol.decision import Update
+from titan_ft.protocol.errors import Leaving
+from titan_ft.protocol.ledger import Entry
+from titan_ft.protocol.report import Contribution
+from titan_ft.round_settings import num_fragments
 
 TOKENS = 10  # of a step
 
 
+class DataEndedError(Exception):
+    pass
+
+
 class Round:
-    """A trainer in a round of four steps, the third of its run: notes what it does."""
+    """A group in a round of four steps, the third of its run: notes what it does."""
 
     def __init__(
         self,
@@ -56,38 +55,48 @@ class Round:
         self.sent: list[tuple[int, Contribution]] = []
         self.served_at: list[int] = []
         self.awaited, self.wanted, self.told, self.lacks = awaited, -1, False, False
-        monkeypatch.setattr(semi_sync, "set_lr", lambda schedulers, step: self.lr_steps.append(step))
-        self.trainer = trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
+        monkeypatch.setattr(round_strategy, "set_lr", lambda schedulers, step: self.lr_steps.append(step))
+        self.strategy = strategy = RoundStrategy.__new__(RoundStrategy)
         self.replica = SimpleNamespace(
             early=early,
             look=self._look,
             ask=lambda: self.asked_at.append(len(self.steps)),
             serve=lambda: self.served_at.append(len(self.steps)),
             send=lambda made: self.sent.append((len(self.steps), made)),
+            lacks_time=self._lacks_time,
         )
-        self.data = data
-        vars(trainer).update(
+        self.data, self.spent = data, 0.0
+        self.training = SimpleNamespace(
+            step=9,
+            num_steps=last,
+            nominal_tokens=100,
+            lr=0.1,
+            lr_schedulers=None,
+            data_ended=DataEndedError,
+            collect_garbage=lambda step: None,
+            lacks_state=lambda: self.lacks,
+        )
+        vars(strategy).update(
+            _config=FaultTolerance(**config),
+            _training=self.training,
             _steps_per_round=4,
             _trained=[0] * num_fragments(FaultTolerance(semi_sync_method="diloco", **config)),
             _late=False,
             _under_way=None,
             _ahead=None,
             _sent={},
-            _replica=self.replica,
-            _position=SimpleNamespace(step=2, leave=lambda: None),
-            _work=RoundWork(9, lr=0.1),
-            _nominal_tokens=100,
-            _outer=SimpleNamespace(take_changes=self.changes.append),
-            _links=SimpleNamespace(exchange=SimpleNamespace(give=self.given.append)),
-            _group=SimpleNamespace(gather=lambda value: [value, False]),
             _broken_off="",
-            _drain=SimpleNamespace(spent=0.0),
-            checkpointer=SimpleNamespace(lacks_state=lambda: self.lacks),
+            _replica=self.replica,
+            _exchange=SimpleNamespace(give=self.given.append),
+            _position=SimpleNamespace(step=2, leave=lambda: None),
+            _group=SimpleNamespace(gather=lambda value: [value, False]),
+            work=RoundWork(9, lr=0.1),
+            outer=SimpleNamespace(take_changes=self.changes.append),
             _make_step=self._make_step,
-            job_config=SimpleNamespace(training=SimpleNamespace(steps=last), fault_tolerance=FaultTolerance(**config)),
-            lr_schedulers=SimpleNamespace(schedulers=[SimpleNamespace(get_last_lr=lambda: [0.1])]),
-            gc_handler=SimpleNamespace(run=lambda step: None),
         )
+
+    def _lacks_time(self, seconds: float, share: float) -> bool:
+        return self.spent + seconds / self.strategy._config.drain_timeout_seconds > share
 
     def _look(self, overdue: bool = False) -> Sign:
         number = len(self.steps)
@@ -95,19 +104,19 @@ class Round:
         return Sign(sum(sign for sign, is_seen in zip(Sign, seen, strict=True) if is_seen))
 
     def _make_step(self, step: int, slots: Any) -> None:
-        trainer, work = self.trainer, self.trainer._work
+        strategy, work = self.strategy, self.strategy.work
         if len(self.steps) == self.data:
-            raise DataloaderExhaustedError
+            raise DataEndedError
         first = 8 + work.read(0) - sum(reading.entry.num_batches for reading in work.readings)
         self.steps.append(step)
         work.inner_steps += 1
         work.readings = [Reading(Entry(0, first, work.inner_steps, b"state"), [], "0")]
         work.made = work.made.plus(Contribution(TOKENS, TOKENS, seconds=0.5))
         work.compute_seconds += 1.0
-        trainer._trained = [tokens + TOKENS for tokens in trainer._trained]
+        strategy._trained = [tokens + TOKENS for tokens in strategy._trained]
 
     def train(self) -> Contribution:
-        return self.trainer._train([0])
+        return self.strategy.train([0])
 
 
 def test_a_round_is_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +149,7 @@ def test_a_group_that_is_awaited_breaks_off_and_trains_on_if_it_was_too_soon(
 def test_a_group_that_came_late_has_steps_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives nothing for the others' update; if they are gone it makes the round itself."""
     this = Round(monkeypatch)
-    this.trainer._late = True
+    this.strategy._late = True
     assert this.train() == Contribution(early=True)
     assert not this.train().early
     assert len(this.steps) == 4
@@ -149,7 +158,7 @@ def test_a_group_that_came_late_has_steps_left(monkeypatch: pytest.MonkeyPatch) 
 def test_a_group_that_came_late_gives_what_it_has_of_former_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fragments it has come some way with this one, though it has made no step of this round."""
     this = Round(monkeypatch, sync_steps=8, num_fragments=2)
-    this.trainer._late, this.trainer._trained = True, [30, 20]
+    this.strategy._late, this.strategy._trained = True, [30, 20]
     made = this.train()
     assert made == Contribution(early=True, changed=True)
     assert not made.empty
@@ -159,7 +168,7 @@ def test_a_group_that_came_late_gives_what_it_has_of_former_rounds(monkeypatch: 
 def test_a_group_that_is_awaited_at_once_gives_what_it_has_of_former_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has asked before its first step, and the others are there already: what it does not give is overwritten."""
     this = Round(monkeypatch, early=True, awaited=0, sync_steps=8, num_fragments=2)
-    this.trainer._trained = [30, 20]
+    this.strategy._trained = [30, 20]
     assert this.train() == Contribution(early=True, changed=True)
     assert (this.steps, this.changes, this.given) == ([], [{0: 0.3}], [{0: 0.3}])
 
@@ -168,10 +177,11 @@ def test_a_group_that_came_late_gives_the_batches_of_what_it_made_ahead(monkeypa
     """Their tokens weigh in its change: in no update, they would be trained a second time."""
     this = Round(monkeypatch, fragment_sync_delay=2)
     this.train()
-    trainer = this.trainer
-    assert trainer._ahead is not None
-    trainer._ahead.behind, trainer._trained, trainer._sent = None, [2 * TOKENS], {}  # committed
-    trainer._work, trainer._position.step, trainer._late = trainer._begin_work(), 3, True
+    strategy = this.strategy
+    assert strategy._ahead is not None
+    strategy._ahead.behind, strategy._trained, strategy._sent = None, [2 * TOKENS], {}  # committed
+    strategy.begin_work()
+    strategy._position.step, strategy._late = 3, True
     made = this.train()
     assert (made.early, made.valid_tokens, made.entries) == (True, 2 * TOKENS, (Entry(0, 12, 2, b"state"),))
     assert this.changes[-1] == {0: 2 * TOKENS / 100}
@@ -184,7 +194,7 @@ def test_a_round_without_more_data_is_whole(monkeypatch: pytest.MonkeyPatch) -> 
     made = (this := Round(monkeypatch, data=2, fragment_sync_delay=2)).train()
     assert (made.early, made.valid_tokens) == (False, 2 * TOKENS)
     assert not this.sent
-    with pytest.raises(DataloaderExhaustedError):
+    with pytest.raises(DataEndedError):
         Round(monkeypatch, data=0).train()
 
 
@@ -194,8 +204,8 @@ def test_a_round_without_more_data_is_whole(monkeypatch: pytest.MonkeyPatch) -> 
 def test_fragments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each weighs the tokens since its own last exchange. The last round has all, for nothing follows."""
     this = Round(monkeypatch, sync_steps=12, num_fragments=3, last=17)
-    assert [this.trainer._fragments_of(update) for update in range(1, 6)] == [[0], [1], [2], [0], [0, 1, 2]]
-    this.trainer._trained = [10, 20, 30]
+    assert [this.strategy._fragments_of(update) for update in range(1, 6)] == [[0], [1], [2], [0], [0, 1, 2]]
+    this.strategy._trained = [10, 20, 30]
     this.train()
     assert this.changes == [{2: (30 + 4 * TOKENS) / 100}]
 
@@ -207,15 +217,16 @@ def test_steps_are_made_while_the_exchange_is_under_way(monkeypatch: pytest.Monk
     assert this.sent == [(4, made)]
     assert (made.entries[0].num_batches, made.valid_tokens) == (4, 4 * TOKENS)
     assert this.steps == [9, 10, 11, 12, 13, 14]
-    trainer = this.trainer
-    done, ahead = trainer._work, trainer._ahead
+    strategy = this.strategy
+    done, ahead = strategy.work, strategy._ahead
     assert ahead is not None
     assert (done.inner_steps, done.overlapped_seconds) == (4, 2.0)
     assert (ahead.inner_steps, ahead.readings[0].entry) == (2, Entry(0, 12, 2, b"state"))
     ahead.behind = None  # committed
-    trainer._work, trainer._position.step = trainer._begin_work(), 3
-    assert trainer._ahead is None
-    assert trainer._work is ahead
+    strategy.begin_work()
+    strategy._position.step = 3
+    assert strategy._ahead is None
+    assert strategy.work is ahead
     more = this.train()
     assert this.steps == [9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
     assert more.entries[0].num_batches == 4
@@ -247,23 +258,22 @@ def test_who_is_told_to_leave_finishes_the_round_if_there_is_time(
 ) -> None:
     """It has half of the time since it was told for its own steps, three quarters where it only waits for others."""
     this = Round(monkeypatch, early=early, drain_timeout_seconds=timeout)
-    this.told, told = True, this.trainer._drain
-    told.spent = spent
+    this.told, this.spent = True, spent
     make = this._make_step
 
     def make_step(step: int, slots: Any) -> None:
         make(step, slots)
         if len(this.steps) > 1 and not early:
-            told.spent += 1 / timeout
+            this.spent += 1 / timeout
 
-    this.trainer._make_step = make_step
+    this.strategy._make_step = make_step
     if steps == 4:
         assert not this.train().early
     else:
         with pytest.raises(Leaving):
             this.train()
     assert len(this.steps) == steps
-    assert this.trainer._broken_off == broken_off
+    assert this.strategy._broken_off == broken_off
 
 
 BROKEN_OFF = "3 steps of the round were left, too many for drain_timeout_seconds"
@@ -277,15 +287,15 @@ def test_who_leaves_with_a_state_that_is_not_saved_meets_the_others(
 
     Half of its time it waits for them and makes no step: the other half is for the save.
     """
-    this, drain = Round(monkeypatch, drain_timeout_seconds=5.9), SimpleNamespace(spent=0.3)
+    this = Round(monkeypatch, drain_timeout_seconds=5.9)
     this.told = this.lacks = True
-    this.trainer._drain = drain
+    this.spent = 0.3
 
     def await_others(is_over: Any) -> bool:
         assert not is_over()
-        drain.spent = 0.49
+        this.spent = 0.49
         assert not is_over()
-        drain.spent = 0.51
+        this.spent = 0.51
         assert is_over()
         return they_come
 
@@ -296,7 +306,7 @@ def test_who_leaves_with_a_state_that_is_not_saved_meets_the_others(
         with pytest.raises(Leaving):
             this.train()
     assert len(this.steps) == 1
-    assert this.trainer._broken_off == BROKEN_OFF
+    assert this.strategy._broken_off == BROKEN_OFF
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
@@ -305,14 +315,14 @@ def test_who_saves_in_the_midst_of_its_round_has_the_model_of_the_last_update(
 ) -> None:
     """With torchtitan's step and LR behind it; and no moments with which the job could not go on."""
     this, done = Round(monkeypatch), list[str]()
-    vars(this.trainer).update(
-        step=11,
-        _outer=SimpleNamespace(restore_model=lambda: done.append("restore")),
-        _state=SimpleNamespace(spoiled=spoiled, drop_moments=lambda: done.append("drop")),
+    vars(this.strategy).update(
+        outer=SimpleNamespace(restore_model=lambda: done.append("restore")),
+        state=SimpleNamespace(spoiled=spoiled, drop_moments=lambda: done.append("drop")),
     )
-    this.trainer._go_back_to_update()
+    this.training.step = 11
+    this.strategy.go_back_to_update()
     assert done == ["drop", "restore"][not spoiled :]
-    assert (this.trainer.step, this.lr_steps) == (8, [8])
+    assert (this.training.step, this.lr_steps) == (8, [8])
 
 
 def test_who_is_overdue_is_not_asked_for_the_rest_of_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,14 +416,13 @@ def test_ranks_with_other_shards_cut_alike(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def cut(model: torch.nn.Module | None = None, **config: Any) -> list[int]:
-    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
-    settings = FaultTolerance(semi_sync_method="diloco", **config)
-    vars(trainer).update(
-        model_parts=[model or layered()],
-        job_config=SimpleNamespace(fault_tolerance=settings),
+    strategy = RoundStrategy.__new__(RoundStrategy)
+    vars(strategy).update(
+        _config=FaultTolerance(semi_sync_method="diloco", **config),
+        _training=SimpleNamespace(model_parts=[model or layered()]),
         _group=SimpleNamespace(gather=lambda value: [value]),
     )
-    return trainer._cut_fragments()
+    return strategy._cut_fragments()
 
 
 def layered() -> torch.nn.Module:
@@ -435,30 +444,30 @@ def test_only_who_has_trained_a_fragment_keeps_a_share_of_it(sent: dict[int, int
     take back what the others have made of them.
     """
     found: list[float] = []
-    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
-    vars(trainer).update(
+    counted: list[int] = []
+    strategy = RoundStrategy.__new__(RoundStrategy)
+    vars(strategy).update(
+        _config=FaultTolerance(fragment_update_alpha=0.5),
+        _training=SimpleNamespace(
+            num_steps=last,
+            lr_schedulers=SimpleNamespace(schedulers=[]),
+            beat=lambda: None,
+            await_staging=lambda: None,
+            refresh_converters=lambda: None,
+        ),
         _steps_per_round=4,
         _trained=[10],
         _sent=dict(sent),
         _ahead=None,
-        _work=RoundWork(9, lr=0.1),
-        _watchdog=SimpleNamespace(beat=lambda: None),
-        _outer=SimpleNamespace(step=lambda alpha: found.append(alpha) or 0.0),
-        _converters=SimpleNamespace(post_optimizer_hook=lambda parts: None),
-        _ledger=SimpleNamespace(advance=lambda entries, readers: None),
         _group=SimpleNamespace(gather=lambda value: [value]),
-        model_parts=[],
-        ntokens_seen=0,
-        checkpointer=SimpleNamespace(maybe_wait_for_staging=lambda: None),
-        lr_schedulers=SimpleNamespace(schedulers=[]),
-        job_config=SimpleNamespace(
-            training=SimpleNamespace(steps=last), fault_tolerance=FaultTolerance(fragment_update_alpha=0.5)
-        ),
+        _counters=SimpleNamespace(advance=lambda update: counted.append(update.tokens)),
+        outer=SimpleNamespace(step=lambda alpha: found.append(alpha) or 0.0),
+        work=RoundWork(9, lr=0.1),
     )
     sums = SimpleNamespace(is_kept=True, write=lambda scale=None: None)
-    trainer._apply(Update(step=3, tokens=1, lineage=1, scale=1.0, entries=[], readers=[], sums=sums))
-    assert found == [alpha]
-    assert trainer._trained == [10 - sum(sent.values())]
+    strategy.apply(Update(step=3, tokens=1, lineage=1, scale=1.0, entries=[], readers=[], sums=sums))
+    assert (found, counted) == ([alpha], [1])
+    assert strategy._trained == [10 - sum(sent.values())]
 
 
 def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
@@ -466,91 +475,119 @@ def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad = False
     model.bias.data = model.bias.data.bfloat16()
-    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
-    vars(trainer).update(model_parts=[model])
-    trainer._check_dtypes()
+    strategy = RoundStrategy.__new__(RoundStrategy)
+    vars(strategy).update(_training=SimpleNamespace(model_parts=[model]))
+    strategy._check_dtypes()
     model.weight.data = model.weight.data.bfloat16()
     with pytest.raises(ConfigError, match=r'training\.dtype must be "float32" .* got "bfloat16" for weight'):
-        trainer._check_dtypes()
+        strategy._check_dtypes()
 
 
 @pytest.mark.parametrize(
-    ("seconds", "read", "broken_off", "told"),
+    ("seconds", "read", "broken_off", "reason"),
     [
         (0.0, 3, "one step was left", "SIGTERM: one step was left"),
         (0.0, 3, "", "SIGTERM: the others were not there in time to exchange the round"),
-        (1.5, 3, "", "in order"),  # the round is in an update
-        (0.0, 0, "", "in order"),  # it has come to the end of others' round, or has not begun one
-        (0.0, None, "", "in order"),
+        (1.5, 3, "", ""),  # the round is in an update
+        (0.0, 0, "", ""),  # it has come to the end of others' round, or has not begun one
     ],
 )
 def test_who_leaves_names_the_batches_that_are_in_no_update(
-    seconds: float,
-    read: int | None,
-    broken_off: str,
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    seconds: float, read: int, broken_off: str, reason: str
 ) -> None:
     """Whether it broke its steps off, or nobody came to exchange them."""
-    monkeypatch.setattr(semi_sync.logger, "propagate", True)
-    monkeypatch.setattr(ReplicaTrainer, "_emit_drained", lambda trainer: found.append("in order"))
-    found: list[Any] = []
-    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
-    vars(trainer).update(
-        _broken_off=broken_off,
-        _ahead=None,
-        _position=SimpleNamespace(step=2),
-        _events=SimpleNamespace(emit=found.append, is_stalled=False),
-    )
-    if read is not None:
-        readings = [Reading(Entry(0, 8, read, b""), [], "0")] if read else []
-        trainer._work = RoundWork(9, lr=0.1, readings=readings, seconds=seconds)
-    trainer._emit_drained()
-    if told == "in order":
-        assert found == [told]
-    else:
-        (event,) = found
-        assert (event.reason, event.in_order, event.step) == (told, False, 2)
-        assert [(batches.first_batch, batches.num_batches) for batches in event.void] == [(8, 3)]
-        assert f"{told}; void: 3 from batch 8 of slot 0" in caplog.text
+    readings = [Reading(Entry(0, 8, read, b""), [], "0")] if read else []
+    departure = leaving(RoundWork(9, lr=0.1, readings=readings, seconds=seconds), broken_off=broken_off)
+    assert departure == Departure(reason or "SIGTERM", in_order=not reason, void=readings if reason else [])
+
+
+def leaving(work: RoundWork, ahead: RoundWork | None = None, broken_off: str = "") -> Departure:
+    strategy = RoundStrategy.__new__(RoundStrategy)
+    vars(strategy).update(_broken_off=broken_off, _ahead=ahead, work=work)
+    return strategy.describe_departure()
+
+
+def test_the_batches_of_a_slot_are_one_stretch() -> None:
+    """They are void and trained again: an audit must be able to count them."""
+    readings = [Reading(Entry(1, first, 1, b""), [], "c5") for first in (30, 31)]
+    (void,) = leaving(RoundWork(31, 0.1, readings)).void
+    assert (void.entry.slot, void.entry.first_batch, void.entry.num_batches) == (1, 30, 2)
+
+
+@pytest.mark.parametrize("made_ahead", [False, True])
+def test_a_group_that_leaves_after_a_round_names_the_steps_of_the_next(made_ahead: bool) -> None:
+    """While the exchange was under way it has made some: they are void, though the group leaves in order."""
+    ahead = RoundWork(31, 0.1, [Reading(Entry(1, 30, 1, b""), [], "c5")])
+    departure = leaving(RoundWork(27, 0.1, seconds=1.0), ahead if made_ahead else None)
+    assert departure.in_order
+    assert [reading.entry.first_batch for reading in departure.void] == [30] * made_ahead
 
 
 @pytest.mark.parametrize(
-    ("step", "exclusions", "done"), [(8, 0, ["open"]), (8, 1, ["anchors", "heal"]), (12, 0, []), (12, 1, [])]
+    ("committed", "void"),
+    [
+        (2, [(1, 8, 6)]),  # of both rounds
+        (3, [(1, 12, 2)]),  # the first one has just come into an update
+        (4, []),
+    ],
 )
-def test_what_follows_an_update(step: int, exclusions: int, done: list[str]) -> None:
+def test_a_rank_that_the_timeout_ends_names_the_batches_of_its_rounds(
+    committed: int, void: list[tuple[int, int, int]]
+) -> None:
+    """Also those of steps that it has made while the exchange was under way; a batch in an update is not void."""
+    work = RoundWork(9, 0.1, [Reading(Entry(1, 8, 4, b""), [], "c5")])
+    ahead = RoundWork(13, 0.1, [Reading(Entry(1, 12, 2, b""), [], "c5")], behind=work)
+    strategy = RoundStrategy.__new__(RoundStrategy)
+    vars(strategy).update(_steps_per_round=4, _under_way=work, _ahead=ahead, _position=SimpleNamespace(step=committed))
+    found = [reading.entry for reading in strategy.find_uncommitted()]
+    assert [(entry.slot, entry.first_batch, entry.num_batches) for entry in found] == void
+
+
+@pytest.mark.parametrize(
+    ("step", "exclusions", "opening", "done", "heals"),
+    [
+        (8, 0, Opening.TRAIN, ["open"], False),
+        (8, 0, Opening.EXCHANGE, ["open"], False),
+        (8, 0, Opening.HEAL, ["open"], True),
+        (8, 1, None, ["anchors"], True),
+        (12, 0, None, [], False),
+        (12, 1, None, [], False),
+    ],
+)
+def test_what_follows_an_update(
+    step: int, exclusions: int, opening: Opening | None, done: list[str], heals: bool
+) -> None:
     """A group whose change was not finite gets other moments; it is back at the anchors should nobody be left.
 
-    Behind the last update there is nothing to open, and no step for which moments would matter.
+    After the last update there is nothing to open, and no step for which moments would matter.
     """
     found: list[str] = []
-    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
-    vars(trainer).update(
-        step=step,
-        job_config=SimpleNamespace(training=SimpleNamespace(steps=12)),
-        _position=SimpleNamespace(step=step // 4, exclusions=exclusions),
-        _open=lambda replica: found.append("open"),
-        _state=SimpleNamespace(restore=lambda: found.append("anchors")),
-        _heal=lambda replica: found.append("heal"),
+    strategy = RoundStrategy.__new__(RoundStrategy)
+    vars(strategy).update(
+        _training=SimpleNamespace(step=step, num_steps=12),
+        _position=SimpleNamespace(exclusions=exclusions),
+        _replica=SimpleNamespace(open=lambda: found.append("open") or opening),
+        _late=False,
+        state=SimpleNamespace(restore=lambda: found.append("anchors")),
     )
-    trainer._go_on(None)  # type: ignore[arg-type]
+    assert strategy.meet_after_update() is heals
     assert found == done
+    assert strategy._late is (opening is Opening.EXCHANGE)
 
 
 @pytest.mark.parametrize(("own", "sibling"), [(False, False), (True, False), (False, True)])
 def test_moments_are_dropped_on_all_ranks_or_on_none(own: bool, sibling: bool) -> None:
     """A donor whose gradients were not finite in its round may not know of it yet; one rank's shard may show it."""
     dropped: list[None] = []
-    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
-    vars(trainer).update(
+    strategy = RoundStrategy.__new__(RoundStrategy)
+    vars(strategy).update(
         _group=SimpleNamespace(gather=lambda value: [value, sibling]),
-        _state=SimpleNamespace(spoiled=own, drop_moments=lambda: dropped.append(None)),
-        _outer=SimpleNamespace(restore_model=lambda: None),
+        _training=SimpleNamespace(refresh_converters=lambda: None),
         _trained=[1],
-        _refresh_converters=lambda: None,
+        outer=SimpleNamespace(restore_model=lambda: None),
+        state=SimpleNamespace(spoiled=own, drop_moments=lambda: dropped.append(None)),
     )
-    trainer._take_state()
+    strategy._take_state()
     assert bool(dropped) == (own or sibling)
 
 
@@ -560,30 +597,29 @@ def test_who_goes_back_to_its_own_state_keeps_its_round(
 ) -> None:
     """The update that it had missed is lost with its holders: it offers the same change, and no step is made again."""
     this = Round(monkeypatch, fragment_sync_delay=ahead)
-    trainer, restored = this.trainer, []
-    trainer.step = 9
-    work = trainer._work = trainer._begin_work()
+    strategy, restored = this.strategy, []
+    work = strategy.begin_work()
     first = this.train()
     assert len(this.steps) == 4 + ahead
 
     def take_other_weights() -> None:
         restored.append(True)
-        trainer._begin_anew()
+        strategy._begin_anew()
 
-    trainer._state = SimpleNamespace(restore=take_other_weights)
-    monkeypatch.setattr(ReplicaTrainer, "_heal", lambda trainer, replica: trainer._begin_anew() if loads else None)
+    strategy.state = SimpleNamespace(restore=take_other_weights)  # type: ignore[assignment]  # a stand-in
+    if loads:
+        strategy._begin_anew()
     this.replica.opens = False
-    trainer._heal(this.replica)
+    assert not strategy.resume_after_heal()
     assert bool(restored) == bool(ahead)
-    trainer._work = trainer._begin_work()
-    assert (trainer._work is work) == keeps
+    assert (strategy.begin_work() is work) == keeps
     if keeps:
         assert this.train() == first
         assert this.steps == [9, 10, 11, 12]
         assert this.changes == [{0: 4 * TOKENS / 100}] * 2
-        trainer._begin_anew()
-        trainer._heal(this.replica)
-        assert trainer._ahead is None  # a state that is loaded ends it
+        strategy._begin_anew()
+        strategy.resume_after_heal()
+        assert strategy._ahead is None  # a state that is loaded ends it
 
 
 @pytest.mark.parametrize(
@@ -594,8 +630,7 @@ def test_bits_that_save_nothing_are_told(
     groups: int, quantize: bool, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of many groups each one would send more in 8 bits than in fp32."""
-    monkeypatch.setattr(semi_sync.logger, "propagate", True)
-    semi_sync._warn_of_useless_bits(
+    round_strategy._warn_of_useless_bits(
         FaultTolerance(group_size=groups, semi_sync_method="diloco", should_quantize=quantize)
     )
     assert bool(caplog.text) == bool(told)

@@ -1,0 +1,288 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The training of this rank's own group, by torchtitan's Trainer: batches in; gradients and facts out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_ft.engine.feed import Feed, Reading
+from titan_ft.engine.watchdog import Watchdog
+from titan_ft.engine.work import Work
+from titan_ft.host.titan_0_2 import (
+    IGNORE_INDEX,
+    DataloaderExhaustedError,
+    HuggingFaceTextDataset,
+    ModelConvertersContainer,
+    ParallelDims,
+    Trainer,
+    clip_grad_norm_,
+)
+from titan_ft.membership.group import Group
+from titan_ft.protocol.report import NOTHING, Contribution
+from titan_ft.training import spec
+from titan_ft.transfer.snapshot import TrainState
+
+_WARM_UP_TOKENS = 32
+
+
+class LocalTraining:
+    """Implements `titan_ft.engine.strategy.GroupTraining`.
+
+    Args:
+        trainer: with its model built.
+        converters: of the model; torchtitan keeps them in a closure.
+        group: gathers over `loss_group`.
+
+    Attributes:
+        nominal_tokens: tokens of a step with all groups present and every label valid.
+    """
+
+    data_ended: type[Exception] = DataloaderExhaustedError
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        converters: ModelConvertersContainer,
+        *,
+        feed: Feed,
+        group: Group,
+        watchdog: Watchdog,
+    ) -> None:
+        self._trainer, self._converters = trainer, converters
+        self._feed, self._group, self._watchdog = feed, group, watchdog
+        self.nominal_tokens = count_nominal_tokens(trainer)
+
+    @property
+    def step(self) -> int:
+        """Return torchtitan's number of the step under way."""
+        return int(self._trainer.step)
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._trainer.step = step
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of torchtitan's last step."""
+        return int(self._trainer.job_config.training.steps)
+
+    @property
+    def model_parts(self) -> list[nn.Module]:
+        """Return the modules that this rank trains: several stages of a pipeline, perhaps."""
+        return list(self._trainer.model_parts)
+
+    @property
+    def optimizers(self) -> Any:
+        """Return torchtitan's OptimizersContainer."""
+        return self._trainer.optimizers
+
+    @property
+    def lr_schedulers(self) -> Any:
+        """Return torchtitan's LRSchedulersContainer."""
+        return self._trainer.lr_schedulers
+
+    @property
+    def lr(self) -> float:
+        """Return the LR of the next step."""
+        return float(self._trainer.lr_schedulers.schedulers[0].get_last_lr()[0])
+
+    @property
+    def gradient_scale(self) -> float:
+        """Return the factor from local gradients to gradients of the reported loss; 1 without a pipeline.
+
+        torchtitan's pipelines go backward from the sum of the losses, and divide only the loss that they report: every
+        step would be a clipped one.
+        """
+        return 1 / self.nominal_tokens if self._trainer.parallel_dims.pp_enabled else 1.0
+
+    def compute(self, work: Work, slots: Sequence[int], arm: Callable[[], None]) -> Contribution:
+        """Add the gradients of a step's share of each slot to the local ones.
+
+        Args:
+            work: gets the readings and times.
+            arm: called before the last backward.
+        """
+        if not slots:
+            return NOTHING
+        trainer, started = self._trainer, time.monotonic()
+        num_batches = trainer.gradient_accumulation_steps
+        readings = [self._feed.read(slot, num_batches, work.read(slot)) for slot in slots]
+        loading = time.monotonic() - started
+        work.inner_steps = 1  # only now: without data it is none
+        microbatches = [batch for reading in readings for batch in reading.batches]
+        valid_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
+        tokens = sum(labels.numel() for _, labels in microbatches)
+        losses = []
+        for number, (inputs, labels) in enumerate(microbatches, start=1):
+            self._watchdog.beat()
+            if number == len(microbatches):
+                arm()
+            losses.append(self._forward_backward(inputs, labels).detach())
+        work.readings += readings
+        trainer.metrics_processor.ntokens_since_last_log += tokens
+        # Before the host waits for the device, and while the exchange is under way.
+        reading = time.monotonic()
+        self._feed.read_ahead(readings if self.step < self.num_steps else [])
+        loading += time.monotonic() - reading
+        loss_sum = torch.sum(torch.stack(losses)).item()
+        seconds = time.monotonic() - started
+        contribution = self._gather_contribution(work, valid_tokens, tokens, loss_sum, seconds, loading, readings)
+        work.compute_seconds += time.monotonic() - started
+        return contribution
+
+    def beat(self) -> None:
+        """Note that the training thread makes progress."""
+        self._watchdog.beat()
+
+    def clear_gradients(self) -> None:
+        """Begin a gradient anew, and with it what the model counts of its batches."""
+        self._trainer.optimizers.zero_grad()
+        for count in spec.token_counts(self._trainer.model_parts):
+            count.zero_()  # validation and the warm-up have counted too, and no update may be made of theirs
+
+    def clip_gradients(self) -> torch.Tensor:
+        """Clip the gradients; returns their norm before that."""
+        trainer = self._trainer
+        return clip_grad_norm_(
+            [parameter for part in trainer.model_parts for parameter in part.parameters()],
+            trainer.job_config.training.max_norm,
+            foreach=True,
+            pp_mesh=trainer.parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=trainer.parallel_dims.ep_enabled,
+        )
+
+    def refresh_converters(self) -> None:
+        """Let converters compute anew what they keep of the weights; else a forward would use that of other weights.
+
+        torchtitan calls this hook after each optimizer step: float8 computes the scales of all weights in it. All ranks
+        of a group.
+        """
+        self._converters.post_optimizer_hook(self._trainer.model_parts)
+
+    def await_staging(self) -> None:
+        """Wait until a save in the background has copied the weights."""
+        self._trainer.checkpointer.maybe_wait_for_staging()
+
+    def collect_garbage(self, step: int) -> None:
+        """Let Python's collector run at the steps at which torchtitan lets it."""
+        self._trainer.gc_handler.run(step)
+
+    def pauses_after(self, step: int) -> bool:
+        """Say whether torchtitan ends, saves or validates after `step`."""
+        trainer = self._trainer
+        saves = trainer.checkpointer.pauses_after(step)
+        validates = trainer.job_config.validation.enable and trainer.validator.should_validate(step)
+        return step >= self.num_steps or saves or validates
+
+    def lacks_state(self) -> bool:
+        """Say whether the state after the last update is in no checkpoint, and is to be saved."""
+        lacks: bool = self._trainer.checkpointer.lacks_state()
+        return lacks
+
+    def warm_up(self, state: TrainState) -> None:
+        """Make a step and take it back, before the others wait for this group.
+
+        A process's first step takes several times as long as its second: compilation, sharding propagation, memory.
+        Only for models of text, whose batches can be made up; real ones would be read for nothing.
+        """
+        trainer = self._trainer
+        if not isinstance(getattr(trainer.dataloader, "dataset", None), HuggingFaceTextDataset):
+            return
+        before = state.copy(0, 0)
+        tokens = torch.zeros(self._warm_up_shape(), dtype=torch.long)
+        with torch.random.fork_rng():
+            self._forward_backward({"input": tokens}, tokens)
+            self.clip_gradients()
+            trainer.optimizers.step()
+        trainer.optimizers.zero_grad()
+        state.load(before)  # the counters too
+
+    def _warm_up_shape(self) -> tuple[int, int]:
+        """Return sequences and tokens of each in the batch of the warm-up: few, where nothing is made ready by shape.
+
+        Compiled code is, so flex attention always, and the shardings of what layers hand on to each other, which torch
+        keeps by shape; a pipeline cuts its microbatches from a whole batch. On an accelerator kernels are chosen and
+        loaded by shape (cuDNN's attention makes a plan for each), and the allocator keeps what a whole batch takes.
+        """
+        trainer = self._trainer
+        training, dims = trainer.job_config.training, trainer.parallel_dims
+        compiles = trainer.job_config.compile.enable or getattr(trainer.model_args, "attn_type", "sdpa") == "flex"
+        splits = dims.tp_enabled or dims.cp_enabled or dims.pp_enabled
+        if trainer.device.type != "cpu" or compiles or splits:
+            return training.local_batch_size, training.seq_len
+        return 1, min(_WARM_UP_TOKENS, training.seq_len)
+
+    def _forward_backward(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        # Not blocking: the host would wait for all that is queued, such as the microbatch before this one.
+        where = self._trainer.device
+        inputs = {
+            key: value.to(where, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for key, value in inputs.items()
+        }
+        return self._trainer.forward_backward_step(
+            input_dict=inputs,
+            labels=labels.to(where, non_blocking=True),
+            global_valid_tokens=self.nominal_tokens,  # only ever a divisor
+        )
+
+    def _gather_contribution(
+        self,
+        work: Work,
+        valid_tokens: int,
+        tokens: int,
+        loss: float,
+        seconds: float,
+        loading: float,
+        readings: Sequence[Reading],
+    ) -> Contribution:
+        """Add up this group's facts, as torchtitan does for its logs, in one collective."""
+        local_mean = loss * self.nominal_tokens / max(valid_tokens, 1)
+        own = [valid_tokens, tokens, loss, local_mean] if knows_loss(self._trainer) else [0, 0, 0.0, -math.inf]
+        facts = self._group.gather_losses([*own, seconds, loading])
+        work.loading_seconds += float(facts[:, 5].max())
+        cp = self._trainer.parallel_dims.cp
+        return Contribution(
+            # Ranks of one context-parallel group hold the same tokens but different parts of the loss.
+            valid_tokens=int(facts[:, 0].sum()) // cp,
+            tokens=int(facts[:, 1].sum()) // cp,
+            loss=float(facts[:, 2].sum()),
+            max_loss=float(facts[:, 3].max()),
+            seconds=float(facts[:, 4].max()),
+            entries=tuple(reading.entry for reading in readings),
+        )
+
+
+def count_nominal_tokens(trainer: Trainer) -> int:
+    """Count the tokens of a step with all groups present and every label valid."""
+    training = trainer.job_config.training
+    degree = trainer.parallel_dims.dp_replicate * trainer.parallel_dims.dp_shard
+    batch = training.local_batch_size * degree * trainer.gradient_accumulation_steps
+    return int(batch * training.seq_len * trainer.job_config.fault_tolerance.group_size)
+
+
+def loss_group(dims: ParallelDims) -> torch.distributed.ProcessGroup | None:
+    """Return the ranks that add up their losses; None if each rank knows the whole.
+
+    Only a pipeline's last stage computes a loss. All ranks of the group add up what it knows: rank 0, which speaks
+    for the group in most views, is of the first stage.
+    """
+    if dims.pp_enabled:
+        return torch.distributed.group.WORLD
+    mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
+    return None if mesh is None else mesh.get_group()
+
+
+def knows_loss(trainer: Trainer) -> bool:
+    """Say whether this rank's tokens and loss count in the sum over `loss_group`."""
+    dims = trainer.parallel_dims
+    if not dims.pp_enabled:
+        return True
+    tensor_parallel = dims.get_optional_mesh("tp")  # whose ranks all hold the same loss
+    return bool(trainer.pp_has_last_stage and (tensor_parallel is None or tensor_parallel.get_local_rank() == 0))
