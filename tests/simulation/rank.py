@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from tests.simulation import folder, training
 from tests.simulation.data import DataJudge, Loader
 from tests.simulation.faults import CutInside, CutLighthouse, LighthouseDies, ResetOwn
 from tests.simulation.kernel import Process
+from tests.simulation.own_steps import OwnSteps, SteadyStrategy
 from tests.simulation.saving import Saves
 from tests.simulation.transfer import SnapshotServer
 from tests.simulation.waiting import Arrival
@@ -29,6 +29,7 @@ from titan_ft.engine.feed import Feed, Reading
 from titan_ft.engine.heal import Heal
 from titan_ft.engine.round import Rounds
 from titan_ft.engine.step import ReplicaDimension
+from titan_ft.engine.strategy import StepStrategy
 from titan_ft.engine.watchdog import Watchdog, end_process
 from titan_ft.gradients.exchange import GradientExchange, Reduced
 from titan_ft.membership.group import Group
@@ -39,7 +40,7 @@ from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.member import Quorum
 from titan_ft.protocol.position import Position
-from titan_ft.protocol.report import NOTHING, Contribution, RoundReport
+from titan_ft.protocol.report import RoundReport
 from titan_ft.round_settings import quantizes
 from titan_ft.run.events import DataOpened, Drained, Event, Hung, RankSilent
 from titan_ft.training.checkpoint.choice import (
@@ -128,7 +129,9 @@ class Rank:
         self.ledger = Ledger(options.groups, number, options.ranks)
         self.shapes = training.OTHER_SHAPES if group.slot in options.odd else training.SHAPES
         self.position = Position()
-        self.state = self._make_state()
+        self.own = self._make_own()
+        self.strategy = self._make_strategy()
+        self.state: Any = self.strategy.state
         self.state.buffers = world.options.buffers
         self.state.is_scarce = self._is_scarce
         self._copies = 0
@@ -161,8 +164,11 @@ class Rank:
         rng = random.Random(f"scarce {self.world.seed} {self.process.name} {self._copies}")
         return rng.random() < self.world.options.scarce
 
-    def _make_state(self) -> Any:
-        return training.State(self.number, self.ledger, self.shapes)
+    def _make_own(self) -> OwnSteps:
+        return OwnSteps(self)
+
+    def _make_strategy(self) -> StepStrategy:
+        return SteadyStrategy(self, self.own)
 
     @property
     def held(self) -> tuple[int, int]:
@@ -191,8 +197,12 @@ class Rank:
         return pending is not None and pending._done
 
     def gather(self, value: int) -> list[int]:
-        """Gather an integer of every rank of the group."""
-        return self._group.gather(value)
+        """Gather an integer of every rank of the group; before it has met there is nothing to agree on."""
+        return self._group.gather(value) if "_group" in vars(self) else [value]
+
+    def gather_losses(self, values: Sequence[float]) -> torch.Tensor:
+        """Gather numbers of every rank of the group."""
+        return self._group.gather_losses(values)
 
     @property
     def is_connected(self) -> bool:
@@ -219,7 +229,7 @@ class Rank:
         world = self.world
         world.kernel.sleep(self.group.delays[self.number])
         self._build()
-        watchdog, drain = self._watchdog, self._drain
+        watchdog, drain = self.watchdog, self._drain
         try:
             try:
                 self._train()
@@ -244,19 +254,16 @@ class Rank:
         self.saves.withdraw()
         if last is not None:
             if self.dimension.await_turn(last, self.saves.holds_state, self.saves.watch_others()):
-                self._go_back_to_update()
+                self.strategy.go_back_to_update()
                 self.saves.save_on_leave()
             self._membership.close()
         self._end("drained")
-
-    def _go_back_to_update(self) -> None:
-        """Have the state of the last update, to save it."""
 
     def _build(self) -> None:
         world, config, process = self.world, self.config, self.process
         host, port = world.store_address(self.slot)
         events: Any = Events(self)
-        self._feed = Feed(self.ledger, self._open_loader, iter, events.emit)
+        self.feed = Feed(self.ledger, self._open_loader, iter, events.emit)
         connect: Any = lambda: world.connect_store(host, port, 300.0)  # noqa: E731  # a stand-in for the real store
         self.drain = self._drain = Drain(
             connect if world.options.ranks > 1 else None,
@@ -268,7 +275,7 @@ class Rank:
         )
         if world.told_to_drain(self):
             self.drain.request()
-        self._watchdog = Watchdog(config.hang_timeout_seconds, lambda: events.emit(Hung(step=0)))
+        self.watchdog = Watchdog(config.hang_timeout_seconds, lambda: events.emit(Hung(step=0)))
         world_group: Any = "world"
         self._group = Group(torch.device("cpu"), world_group)
         # As the trainer does: who has met the others already would be waited for.
@@ -335,7 +342,7 @@ class Rank:
             state=state,
             donor=_WatchedDonor(self, state, snapshot_server),
             drain=self._drain,
-            watchdog=self._watchdog,
+            watchdog=self.watchdog,
             **shared,
         )
         self._watch_arrivals(self._exchange, rounds)
@@ -357,25 +364,23 @@ class Rank:
             heal=heal,
             ledger=self.ledger,
             nominal_tokens=self.nominal_tokens,
-            pauses_after=self._pauses_after,
+            pauses_after=self.strategy.pauses_after,
             **shared,
         )
+        self.strategy.attach(self.dimension, self._exchange)
 
     def _open_loader(self, slot: int) -> Loader:
         return Loader(slot, forgets=self.world.options.forgets)
 
-    def _read_batch(self, slot: int, behind: int = 0) -> Reading:
+    def read_batch(self, slot: int, behind: int = 0) -> Reading:
         """Read the next batch of a slot, as the trainer does."""
-        reading = self._feed.read(slot, 1, behind)
+        reading = self.feed.read(slot, 1, behind)
         number = reading.entry.first_batch
         self.data.read(slot, number, reading.batches[0][1])
         if (slot, number) in self._read:
             self.world.report("no work lost", f"{self.process.name} computes batch {number} of slot {slot} twice")
         self._read.add((slot, number))
         return reading
-
-    def _pauses_after(self, step: int) -> bool:
-        return step >= self.world.options.steps or self.saves.due_at(step)
 
     def _watch_agreements(self, membership: Membership) -> None:
         world, seat, agreement = self.world, membership._seat, membership._agreement
@@ -473,8 +478,10 @@ class Rank:
         dimension, world = self.dimension, self.world
         self.state.zero_grad()
         self._read.clear()
-        slots = dimension.slots_to_read()
-        committed = dimension.commit(self._backward(slots, dimension.arm), self._backward, self._discard)
+        slots, train = dimension.slots_to_read(), self.strategy.train
+        self.own.step = self.strategy.steps_of(self.position.step) + 1  # as torchtitan's loop does
+        self.strategy.begin_work()
+        committed = dimension.commit(train(slots, dimension.arm), train, self._discard)
         if committed is None:
             self._heal(computed=bool(slots))
             return
@@ -492,7 +499,8 @@ class Rank:
         self.saves.save(self.position.step, last=self.position.step >= world.options.steps)
 
     def _go_on(self) -> None:
-        """Do what is to be done behind an update before the next step."""
+        if self.strategy.meet_after_update():
+            self._heal(computed=False)
 
     @property
     def unreplayed(self) -> int:
@@ -512,6 +520,12 @@ class Rank:
         return len(attempt.updates) if attempt is not None else 0
 
     def _heal(self, computed: bool) -> None:
+        is_behind = True
+        while is_behind:
+            self._heal_once(computed)
+            is_behind, computed = self.strategy.resume_after_heal(), False
+
+    def _heal_once(self, computed: bool) -> None:
         self.renewals = 0
         self.world.heals(self, computed)
         self._read.clear()
@@ -519,67 +533,23 @@ class Rank:
         self.state.zero_grad()
         self.saves.withdraw()
         self.dimension.heal()
+        self.own.step = self.strategy.steps_of(self.position.step)
         self.ready = True
         self._hold(self.position.step, self.position.lineage)
         self.world.healed(self)
 
-    def _backward(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
-        """Add the gradients of a step's share of each slot, as the trainer's `_train` does."""
-        if not slots:
-            return NOTHING
-        kernel, options = self.world.kernel, self.world.options
-        readings: list[Reading] = []
-        valid, values = 0, np.zeros(training.SIZE)
-        seconds = 0.0
-        for number, slot in enumerate(slots, start=1):
-            self._watchdog.beat()
-            if number == len(slots):
-                arm()
-            spent = options.compute_seconds * (0.8 + 0.4 * kernel.rng.random()) + self.slowness
-            kernel.sleep(spent)
-            seconds += spent
-            while self.hangs:
-                kernel.block()
-            readings.append(self._read_batch(slot))
-            batch = readings[-1].entry.first_batch
-            tokens = training.valid_tokens(slot, batch)
-            mean = training.gradient(slot, batch, self.number, self.state.array[0], options.coupling)
-            values += mean * tokens / self.nominal_tokens
-            valid += tokens
-        self._feed.read_ahead(readings)
-        entries = tuple(reading.entry for reading in readings)
-        if self.spoiled > 0:
-            self.spoiled -= 1
-            self.world.oracle.spoiled.update((entry.slot, entry.first_batch) for entry in entries)
-            values[self.spoiled % training.SIZE] = float("nan")
-        between = lambda: kernel.sleep(0.2 * options.compute_seconds * kernel.rng.random())  # noqa: E731
-        self.state.add_gradient(values, between if options.overlap else lambda: None)
-        facts = self._group.gather_losses([valid, 10 * len(slots), 0.1, 0.1, seconds])
-        return Contribution(
-            valid_tokens=valid,
-            tokens=10 * len(slots),
-            loss=0.1,
-            max_loss=0.1,
-            seconds=float(facts[:, 4].max()),
-            entries=entries,
-        )
-
     def _discard(self) -> None:
-        self.state.zero_grad()
+        self.strategy.discard()
         self._read.clear()
 
     def _apply(self, update: Update) -> None:
         """Apply a committed update, live or replayed."""
-        world, options = self.world, self.world.options
+        world = self.world
         self._know(update, self.held[1], None)
-        self._watchdog.beat()
-        world.kernel.sleep(options.apply_seconds)
-        update.sums.write(update.scale)
+        world.kernel.sleep(world.options.apply_seconds)
         if update.step != self.state.progress.steps + 1:
             world.report("counters", f"{self.process.name} applies update {update.step} to a state of {self.held[0]}")
-        share = len(update.slots) / options.groups
-        self.state.apply(update.tokens, training.learning_rate(update.step, share, self.config.lr_policy))
-        self.ledger.advance(update.entries, update.readers)
+        self.strategy.apply(update)
         self._hold(update.step, update.lineage)
         world.oracle.applied(self.slot, self.number, update.lineage, self.state)
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from tests.simulation import training
 from tests.simulation.oracle import Committed, Oracle
+from tests.simulation.own_steps import OwnSteps
 from tests.simulation.rank import Rank
 from titan_ft.config import FaultTolerance
 from titan_ft.engine.outer import OuterModel, OuterState
@@ -73,27 +74,23 @@ class _Schedulers:
         self.schedulers[0].load_state_dict(dict(state_dict))
 
 
-class Training:
-    """One rank's part in its own group's training, as `titan_ft.engine.strategy.GroupTraining` has it."""
+class RoundSteps(OwnSteps):
+    """One rank's part in its own group's training, which makes steps by itself."""
 
-    data_ended: type[Exception] = StopIteration  # its data never end
-    gradient_scale = 1.0
-
-    def __init__(self, rank: RoundRank) -> None:
-        self._rank = rank
-        self.step = 0
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
         self.num_steps = rank.world.options.steps_of(rank.world.options.steps)
-        self.nominal_tokens = rank.nominal_tokens
         parts = torch.from_numpy(training.initial(rank.number)[0].copy()).split(rank.shapes)
         self.model = nn.ParameterList([nn.Parameter(part.clone()) for part in parts])
-        self.model_parts: list[nn.Module] = [self.model]
+        self.model_parts = [self.model]
         inner = torch.optim.SGD(self.model.parameters(), lr=_RATE, momentum=_MOMENTUM, foreach=False)
         self.optimizers, self.lr_schedulers = _Optimizers([inner]), _Schedulers(inner)
-        self.expected: np.ndarray | None = None  # the weights that the next step must begin with
+        self.expected = self.weights  # those that the next step must begin with
         self.left: np.ndarray | None = None  # the moments that the last step has ended with, since a heal
 
     @property
-    def lr(self) -> float:
+    def lr(self) -> float:  # type: ignore[override]
+        """Return the LR of the next step."""
         return float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
 
     @property
@@ -112,29 +109,21 @@ class Training:
     def compute(self, work: Work, slots: Sequence[int], arm: Callable[[], None]) -> Contribution:
         """Make the gradient of one batch."""
         (slot,), rank = slots, self._rank
-        kernel, options = rank.world.kernel, rank.world.options
+        options = rank.world.options
         self.beat()
         self._check_begin()
-        spent = options.seconds_of(slot) * (0.8 + 0.4 * kernel.rng.random()) + rank.slowness
-        kernel.sleep(spent)
-        while rank.hangs:
-            kernel.block()
-        reading = rank._read_batch(slot, work.read(slot))
+        spent = self._spend(options.seconds_of(slot))
+        reading = rank.read_batch(slot, work.read(slot))
         work.inner_steps = 1
         work.readings = [*work.readings, reading]
         batch = reading.entry.first_batch
         tokens = training.valid_tokens(slot, batch)
         values = training.gradient(slot, batch, rank.number, self.weights, options.coupling)
-        if rank.spoiled > 0:
-            rank.spoiled -= 1
-            rank.world.oracle.spoiled.add((slot, batch))
-            values[rank.spoiled % training.SIZE] = float("nan")
+        self._feed_ahead([reading], values)
         grads = torch.from_numpy((values * tokens / self.nominal_tokens).astype(np.float32)).split(rank.shapes)
         for parameter, grad in zip(self.model, grads, strict=True):
             parameter.grad = grad.clone()
-        facts = rank._group.gather_losses([tokens, 10, 0.1, 0.1, spent])
-        rank._feed.read_ahead([reading])
-        return Contribution(tokens, 10, 0.1, 0.1, float(facts[:, 4].max()), (reading.entry,))
+        return self._contribute([reading], tokens, 10, spent)
 
     def _check_begin(self) -> None:
         """Look whether a step begins with the bytes of the last one, of the update after it, or of a load."""
@@ -147,35 +136,15 @@ class Training:
         if self.left is not None and not np.array_equal(self.left, self.moments, equal_nan=True):
             world.report("one trajectory", f"{name} with other moments than it has ended the last one with")
 
-    def beat(self) -> None:
-        self._rank._watchdog.beat()
-
     def clear_gradients(self) -> None:
+        """Drop the gradients."""
         self.optimizers.zero_grad()
-
-    def clip_gradients(self) -> torch.Tensor:
-        return torch.zeros(())
-
-    def refresh_converters(self) -> None:
-        """There are none."""
-
-    def await_staging(self) -> None:
-        """A save has its copy before it goes on in the background."""
-
-    def collect_garbage(self, step: int) -> None:
-        """Nothing is collected by order."""
-
-    def pauses_after(self, step: int) -> bool:
-        return True
-
-    def lacks_state(self) -> bool:
-        return self._rank.saves.lacks_state()
 
 
 class State(OuterState):
     """The state of one rank, with what `training.State` has for the world and the oracle."""
 
-    def __init__(self, rank: Rank, own: Training, outer: OuterModel, on_load: Callable[[], None]) -> None:
+    def __init__(self, rank: Rank, own: RoundSteps, outer: OuterModel, on_load: Callable[[], None]) -> None:
         self.rank, self.ledger = rank.number, rank.ledger
         self.progress = training.Progress()
         self.held = (0, 0)
@@ -249,16 +218,15 @@ def _flat(tensors: Any) -> np.ndarray:
 class _WatchedRounds(RoundStrategy):
     """The engine's strategy; the world notes the weights that each step ends on, and those that are given."""
 
-    def __init__(self, rank: RoundRank, own: Training) -> None:
+    def __init__(self, rank: RoundRank, own: RoundSteps) -> None:
         self._rank, self._own = rank, own
-        everybody: Any = rank  # gathers as a group does
-        super().__init__(rank.config, own, position=rank.position, group=everybody, counters=None, num_ranks=1)  # type: ignore[arg-type]
+        rank_as: Any = rank  # gathers as a group does
+        no_counters: Any = None  # the state has them
+        super().__init__(rank.config, own, position=rank.position, group=rank_as, counters=no_counters, num_ranks=1)
 
     def _build_state(self, num_ranks: int) -> OuterState:
         super()._build_state(num_ranks)  # checks the model, and makes the outer one
-        state = State(self._rank, self._own, self.outer, self._take_state)
-        self._counters = state
-        self._own.expected = self._own.weights
+        self._counters = state = State(self._rank, self._own, self.outer, self._take_state)
         return state
 
     def _begin_anew(self) -> None:
@@ -275,92 +243,52 @@ class _WatchedRounds(RoundStrategy):
         assert isinstance(oracle, RoundOracle)
         oracle.gives(self._rank, self._own.weights, self._sent, late=not self.work.inner_steps)
 
-    def expect(self, update: Update) -> None:
-        """Note the weights that the next step must begin with after this update, before it is applied."""
+    def _apply_sums(self, update: Update) -> Callable[[], float]:
+        """Note the weights that the next step must begin with, beside the update."""
         is_last = update.step >= self._rank.world.options.steps
         number = len(self._trained)
         exchanged = range(number) if is_last else [(update.step - 1) % number]
         alpha = self._config.fragment_update_alpha if any(self._sent.values()) and not is_last else 0.0
-        self._apply_expected = exchanged, alpha
-
-    def check_applied(self) -> None:
-        """Complete that with the anchors of the update."""
-        exchanged, alpha = self._apply_expected
+        norm = super()._apply_sums(update)
         owns = torch.from_numpy(self._own.expected).split(self._rank.shapes)
         parts = zip(owns, self.outer.anchors, self.fragments, strict=True)
         self._own.expected = _flat(
             (torch.lerp(anchor, own, alpha) if alpha else anchor) if fragment in exchanged else own
             for own, anchor, fragment in parts
         )
+        return norm
 
 
 class RoundRank(Rank):
     """One rank of a group that trains rounds."""
 
-    state: Any  # a State: the engine's own kind
+    own: RoundSteps
+    strategy: _WatchedRounds
 
-    def _make_state(self) -> Any:
-        self.own = Training(self)
-        self.strategy = _WatchedRounds(self, self.own)
-        return self.strategy.state
+    def _make_own(self) -> RoundSteps:
+        return RoundSteps(self)
 
-    def gather(self, value: int) -> list[int]:
-        """Gather an integer of every rank of the group; before it has met there is nothing to agree on."""
-        return super().gather(value) if "_group" in vars(self) else [value]
-
-    def _build(self) -> None:
-        super()._build()
-        self.strategy.attach(self.dimension, self._exchange)
-
-    def _pauses_after(self, step: int) -> bool:
-        return self.strategy.pauses_after(step)
-
-    def _step(self) -> None:
-        self.own.step = self.strategy.steps_of(self.position.step) + 1  # as torchtitan's loop does
-        self.strategy.begin_work()
-        super()._step()
-
-    def _backward(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
-        return self.strategy.train(slots, arm)
-
-    def _apply(self, update: Update) -> None:
-        """Apply a round's update, live or replayed."""
-        world, state = self.world, self.state
-        self._know(update, self.held[1], None)
-        world.kernel.sleep(world.options.apply_seconds)
-        if update.step != state.progress.steps + 1:
-            world.report("counters", f"{self.process.name} applies update {update.step} to a state of {self.held[0]}")
-        self.strategy.expect(update)
-        self.strategy.apply(update)
-        self.strategy.check_applied()
-        self._hold(update.step, update.lineage)
-        world.oracle.applied(self.slot, self.number, update.lineage, state)
+    def _make_strategy(self) -> _WatchedRounds:
+        return _WatchedRounds(self, self.own)
 
     def _go_on(self) -> None:
         self._read.clear()
-        if self.strategy.meet_after_update():
-            self._heal(computed=False)
+        super()._go_on()
 
-    def _heal(self, computed: bool) -> None:
+    def _heal_once(self, computed: bool) -> None:
         trained, ahead = {batch for slot, batch in self._read if slot == self.slot}, self.ahead
         self.own.left, before, strategy = None, self.held[1], self.strategy
         # Those of the next round, made while the exchange was under way, are on top of weights that it has no more.
         void = strategy._ahead.inner_steps if strategy._ahead is not None else 0
-        super()._heal(computed)
-        self.own.step = strategy.steps_of(self.position.step)
+        super()._heal_once(computed)
         work = strategy._under_way
         if work is not None and strategy._ahead is None:  # it has gone back to its own state, and gives the same again
             if work.inner_steps:
                 self.world.say(self.process.name, f"keeps {work.inner_steps} steps of its round")
-        else:
-            lost = sum(batch >= self.ledger.end(self.slot) for batch in trained) - void
-            if lost > 0:
-                self.world.lost_steps(self, lost, ahead, before)
-        if strategy.resume_after_heal():
-            self._heal(computed=False)
-
-    def _go_back_to_update(self) -> None:
-        self.strategy.go_back_to_update()
+            return
+        lost = sum(batch >= self.ledger.end(self.slot) for batch in trained) - void
+        if lost > 0:
+            self.world.lost_steps(self, lost, ahead, before)
 
 
 # The oracle
@@ -381,7 +309,7 @@ class _Part:
 
 class RoundOracle(Oracle):
     """Recomputes the outer update from what each group has come to. That a rank's steps go on from what they should, it
-    looks at itself (`Training._check_begin`).
+    looks at itself (`RoundSteps._check_begin`).
     """
 
     def __init__(

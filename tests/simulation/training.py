@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from titan_ft.protocol.decision import Update
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.lr_policy import lr_factor
 from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
@@ -179,10 +180,14 @@ class State:
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                 hook(parameter)
 
-    def apply(self, tokens: int, rate: float) -> None:
+    def descend(self, rate: float) -> None:
         """Make the optimizer's step with what is in the gradients."""
         self.unshare()
         mean = np.concatenate([parameter.grad.numpy() for parameter in self.parameters if parameter.grad is not None])
-        self.progress.steps += 1
-        self.progress.tokens += tokens
         np.copyto(self.array, descend(self.array, mean, rate))
+
+    def advance(self, update: Update) -> None:
+        """Count an update."""
+        self.progress.steps += 1
+        self.progress.tokens += update.tokens
+        self.ledger.advance(update.entries, update.readers)
