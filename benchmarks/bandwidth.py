@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Measure how many bytes of gradients an exchange sums in a second over Gloo, beside bare Gloo.
 
-Bare Gloo is torch's `ProcessGroupGloo` with all-reduces of buckets that are there already, four of them in flight. Ours
-is an exchange of the same bytes, whole: agreement on what travels, gradients into buckets, sums, rows. Each member is a
-process of its own; both ways take turns in it, behind links that are equally slow.
+Bare Gloo is torch's `ProcessGroupGloo` with all-reduces of buckets that are there already, four of
+them in flight. Ours is an exchange of the same bytes, whole: agreement on what travels, gradients
+into buckets, sums, rows. Each member is a process of its own; both ways take turns in it, behind
+links that are equally slow.
 
     python -m benchmarks.bandwidth PORT RANK MEMBERS MBPS BUCKETS BYTES
 
@@ -51,7 +52,9 @@ _TIMEOUT = timedelta(seconds=120)
 _BUCKET_BYTES = int(FaultTolerance.bucket_size_mb * (1 << 20))
 
 
-def measure_bandwidth(cases: Sequence[tuple[float, int]] = CASES) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure_bandwidth(
+    cases: Sequence[tuple[float, int]] = CASES,
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name and figures of each number of members at each rate."""
     for number in NUMS_MEMBERS:
         for mbps, num_buckets in cases:
@@ -62,8 +65,8 @@ def measure(num_members: int, mbps: float, num_buckets: int, bucket_bytes: int =
     """Let so many members sum so many buckets.
 
     Returns:
-        MB of gradients that one member has summed in a second, by bare Gloo and by an exchange of ours (medians), and
-        the median, lowest and highest ratio of both in the same round.
+        MB of gradients that one member has summed in a second, by bare Gloo and by an exchange of
+        ours (medians), and the median, lowest and highest ratio of both in the same round.
 
     Raises:
         BenchError: a member has ended without figures.
@@ -73,7 +76,14 @@ def measure(num_members: int, mbps: float, num_buckets: int, bucket_bytes: int =
     with contextlib.ExitStack() as stack:
         members = []
         for rank in range(num_members):
-            command = [sys.executable, "-m", "benchmarks.bandwidth", str(store.port), str(rank), *common]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.bandwidth",
+                str(store.port),
+                str(rank),
+                *common,
+            ]
             members.append(subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True))
             stack.callback(members[-1].wait)
             stack.callback(members[-1].kill)

@@ -33,7 +33,10 @@ PAGES = (
 )
 PRINTED = (("docs/settings.py", "docs/settings.md"),)
 _REQUIRED = ("--replicas", "2", "--ranks-per-replica", "1", "--run-dir", "DIR")
-_PARSERS = {"scripts/explore.sh": "tests/simulation/explore.py", "scripts/bench.py": "benchmarks/command.py"}
+_PARSERS = {
+    "scripts/explore.sh": "tests/simulation/explore.py",
+    "scripts/bench.py": "benchmarks/command.py",
+}
 _RENAMED = {
     "scripts/lighthouse.sh": "lighthouse",
     "scripts/replica_group.sh": "group",
@@ -134,7 +137,10 @@ def _complaint(words: list[str]) -> str:
         case ["bash", script, *options] if script in _RENAMED:
             return _complaint(["titan-ft", *_RENAMED[script].split(), *options])
         case ["bash" | "python", script, *options]:
-            known = {"--help", *re.findall(r"--[\w-]+", (ROOT / _PARSERS.get(script, script)).read_text())}
+            known = {
+                "--help",
+                *re.findall(r"--[\w-]+", (ROOT / _PARSERS.get(script, script)).read_text()),
+            }
             unknown = [word for word in options if re.fullmatch(r"--[\w-]+", word) and word not in known]
             return f"no options of {script}: {unknown}" if unknown else ""
     return ""
@@ -207,7 +213,10 @@ def test_every_environment_variable_is_listed() -> None:
     files = [ROOT / path.removeprefix("/") for path in _files() if not path.startswith("/tests/")]
     texts = [path.read_text() for path in files if path.suffix in (".py", ".sh", ".sbatch", ".yaml")]
     used = {name for text in texts for name in re.findall(r"\bTITAN_FT_[A-Z_]*[A-Z]\b", text)}
-    assert listed == used - {"TITAN_FT_TEST_HOOKS", "TITAN_FT_TEST_PROCESS_GROUP"}  # read by the jobs of tests
+    assert listed == used - {
+        "TITAN_FT_TEST_HOOKS",
+        "TITAN_FT_TEST_PROCESS_GROUP",
+    }  # read by the jobs of tests
 
 
 def _shown() -> dict[str, dict[str, str]]:
@@ -230,7 +239,14 @@ def _functions_of(file: str) -> set[str]:
 def test_each_promise_and_fault_has_a_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The table has a row for all that is judged and all that can be injected, and each row names a test."""
     header = {"time": 1.0, "mono": 1.0, "pid": 1}
-    started = {"event": "launch_started", **header, "replicas": 1, "ranks_per_replica": 1, "spares": 0, "job_id": "a"}
+    started = {
+        "event": "launch_started",
+        **header,
+        "replicas": 1,
+        "ranks_per_replica": 1,
+        "spares": 0,
+        "job_id": "a",
+    }
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "launcher-1.jsonl").write_text(f"{json.dumps(started)}\n")
     main(["check", str(tmp_path), "--json"])

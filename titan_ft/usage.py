@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Report in one line why tyro refuses the arguments of a command.
 
-tyro prints a box of ten lines, its help among them. Its hook for refusals gets the reason as an object before that.
-The hook is private to tyro, so tyro is pinned exactly; `tests/test_contract.py` names every part of it that is used.
+tyro prints a box of ten lines, its help among them. Its hook for refusals gets the reason as an
+object before that. The hook is private to tyro, so tyro is pinned exactly; `tests/test_contract.py`
+names every part of it that is used.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def refusing(
         example: a whole command, for the line about an argument that is missing.
 
     Raises:
-        ConfigError: tyro refuses the arguments; names the argument, the rule, the value and the remedy.
+        ConfigError: tyro refuses the arguments; names the argument, the rule, the value and the
+            remedy.
     """
 
     def refuse(event: ParseErrorEvent) -> None:

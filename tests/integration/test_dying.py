@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Thirteen ways in which processes of a run die, and what the five views of the run say of each.
 
-Real training, real processes, real signals. The views are what a person has: the terminal of the launch (or of the
-group), `titan-ft top`, `titan-ft report`, its page, and `titan-ft check` with its exit status.
+Real training, real processes, real signals. The views are what a person has: the terminal of the
+launch (or of the group), `titan-ft top`, `titan-ft report`, its page, and `titan-ft check` with its
+exit status.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ from titan_ft.run.paths import RunPaths
 pytestmark = pytest.mark.slow
 
 SECONDS = 240.0  # for whatever is waited for; only a bug takes so long
-SMALL = ("--training.seq_len=32", "--training.local_batch_size=1", "--fault_tolerance.digest_every=1")
+SMALL = (
+    "--training.seq_len=32",
+    "--training.local_batch_size=1",
+    "--fault_tolerance.digest_every=1",
+)
 
 
 @dataclass
@@ -108,7 +113,8 @@ class Dying:
     def wait_for_all(self, replicas: int) -> None:
         """Wait until every group has written the commit of a step that all groups share and that is new.
 
-        A group that is killed before it has written the commit shares no digest, and `check` says "unknown".
+        A group that is killed before it has written the commit shares no digest, and `check` says
+        "unknown".
         """
         known = max((event.step for event in self.events(StepCommitted)), default=0)
 
@@ -285,16 +291,45 @@ class ByHand(Dying):
         self.start("-m", "titan_ft", "lighthouse", "--bind", f"127.0.0.1:{self.port}", env=self.token)
 
     def start_group(self, replica: int, steps: int) -> subprocess.Popen[str]:
-        command = ["-m", "titan_ft", "group", str(CONFIG), "--replica", str(replica), "--replicas", "2"]
-        command += ["--nproc-per-node", "1", "--lighthouse", self.address, "--run-dir", str(self.paths.root), "--"]
+        command = [
+            "-m",
+            "titan_ft",
+            "group",
+            str(CONFIG),
+            "--replica",
+            str(replica),
+            "--replicas",
+            "2",
+        ]
+        command += [
+            "--nproc-per-node",
+            "1",
+            "--lighthouse",
+            self.address,
+            "--run-dir",
+            str(self.paths.root),
+            "--",
+        ]
         return self.start(*command, *SMALL, f"--training.steps={steps}", env=self.token)
 
     def start_torchrun(self, replica: int, steps: int) -> subprocess.Popen[str]:
         """Start a group as torchtitan's own run_train.sh does, with TRAIN_FILE=titan_ft.train."""
         command = ["-m", "torch.distributed.run", "--nproc-per-node=1", "--rdzv-backend=c10d"]
-        command += ["--rdzv-endpoint=localhost:0", "-m", "titan_ft.train", f"--job.config-file={CONFIG}"]
-        command += [f"--job.dump-folder={self.paths.root}", f"--fault_tolerance.replica-id={replica}"]
-        command += ["--fault_tolerance.enable", "--fault_tolerance.group-size=2", f"--training.steps={steps}"]
+        command += [
+            "--rdzv-endpoint=localhost:0",
+            "-m",
+            "titan_ft.train",
+            f"--job.config-file={CONFIG}",
+        ]
+        command += [
+            f"--job.dump-folder={self.paths.root}",
+            f"--fault_tolerance.replica-id={replica}",
+        ]
+        command += [
+            "--fault_tolerance.enable",
+            "--fault_tolerance.group-size=2",
+            f"--training.steps={steps}",
+        ]
         return self.start(*command, *SMALL, env={**self.token, "TORCHFT_LIGHTHOUSE": self.address})
 
 

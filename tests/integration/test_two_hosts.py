@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A group on two hosts, an agent on each: a rank dies, an agent dies, a host vanishes, the first rank's host vanishes.
 
-A third host has the lighthouse and another group, which trains on. `tests/launch/test_two_hosts.py` shows the agents
-alone.
+A third host has the lighthouse and another group, which trains on. `tests/launch/test_two_hosts.py`
+shows the agents alone.
 """
 
 from __future__ import annotations
@@ -87,7 +87,16 @@ class Job:
     def start_agent(self, host: int) -> subprocess.Popen[str]:
         """Start the agent of group 0 on a host: the same command on each."""
         rendezvous = f"{self._hosts.address(A)}:29400"
-        options = ["--replica", "0", "--ranks-per-node", "1", "--nodes", "2", "--rendezvous", rendezvous]
+        options = [
+            "--replica",
+            "0",
+            "--ranks-per-node",
+            "1",
+            "--nodes",
+            "2",
+            "--rendezvous",
+            rendezvous,
+        ]
         return self.start_group(host, *options)
 
     def of(self, kind: type[ev.Event], attempt: int) -> list[Any]:

@@ -25,7 +25,13 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start an agent as `titan-ft group` does."""
     run.env["CRASH"] = crash
-    command = ["-m", "titan_ft.launch.group.agent", "--cluster", f"--run-dir={run.paths.root}", "--replica=3"]
+    command = [
+        "-m",
+        "titan_ft.launch.group.agent",
+        "--cluster",
+        f"--run-dir={run.paths.root}",
+        "--replica=3",
+    ]
     command += [f"--ranks={ranks}", "--max-restarts=9", f"--module={module}", *options, "--"]
     return run.start(*command, f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=3", *flags)
 
@@ -140,7 +146,10 @@ def test_a_group_that_is_stopped_while_it_imports(run: Any, signum: signal.Signa
     run.wait_until(mark.exists, 60.0, "the agent imports")
     process.send_signal(signum)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (status, f"titan_ft: this group was stopped by {signum.name}\n")
+    assert (process.returncode, errors) == (
+        status,
+        f"titan_ft: this group was stopped by {signum.name}\n",
+    )
 
 
 def test_workers_have_the_time_to_leave_that_their_config_gives_them(run: Any) -> None:
@@ -240,8 +249,14 @@ def test_ctrl_c_among_the_imports_is_no_traceback(run: Any) -> None:
 @pytest.mark.parametrize(
     ("variable", "message"),
     [
-        ("TITAN_FT_METRICS_PORT", "--metrics-port must be PORT (this host only) or HOST:PORT, got 'host:'"),
-        ("TITAN_FT_HOST_DEATHS", "TITAN_FT_HOST_DEATHS must be a whole number, at least 0, got 'host:'"),
+        (
+            "TITAN_FT_METRICS_PORT",
+            "--metrics-port must be PORT (this host only) or HOST:PORT, got 'host:'",
+        ),
+        (
+            "TITAN_FT_HOST_DEATHS",
+            "TITAN_FT_HOST_DEATHS must be a whole number, at least 0, got 'host:'",
+        ),
     ],
 )
 def test_a_variable_that_is_wrong_is_refused(run: Any, variable: str, message: str) -> None:

@@ -39,8 +39,20 @@ class Group:
 
     def start(self, host: int) -> subprocess.Popen[str]:
         """Start the agent of a host."""
-        command = ["-m", "titan_ft.launch.group.agent", "--cluster", f"--run-dir={self._run.paths.root}", "--replica=3"]
-        command += ["--ranks=1", "--module=crashing_worker", "--no-zygote", "--bind=::", "--hosts=2"]
+        command = [
+            "-m",
+            "titan_ft.launch.group.agent",
+            "--cluster",
+            f"--run-dir={self._run.paths.root}",
+            "--replica=3",
+        ]
+        command += [
+            "--ranks=1",
+            "--module=crashing_worker",
+            "--no-zygote",
+            "--bind=::",
+            "--hosts=2",
+        ]
         command += [f"--rendezvous={self._hosts.address(A)}:29400", "--"]
         flags = [f"--job.dump_folder={self._run.paths.root}", "--fault_tolerance.replica_id=3"]
         return self._run.start(*command, *flags, prefix=self._hosts.command(host))

@@ -18,15 +18,24 @@ the donor of the next heal. For a donor, the group in the plan is killed to prov
 
 Outcome = Literal["", "killed", "left", "frozen", "hung", "relaunched"]
 """The event to expect of the target. "killed": its processes end at once. "left": it finishes its step and leaves.
-"frozen": its processes stand still until the fault is undone. "hung": the training thread stands still until the
-watchdog ends the process. "relaunched": the launcher starts another lighthouse. "": the target lives on."""
+"frozen": its processes stand still until the fault is undone. "hung": the training thread stands
+still until the watchdog ends the process. "relaunched": the launcher starts another lighthouse. "":
+the target lives on."""
 
 Ending = Literal["restart", "settle", "undone", "healed", "excluded", "at once"]
 """The event that ends a fault; a new start of the group ends every fault. "restart": nothing else does. "settle": some
-seconds without a new start. "undone": the fault was undone. "healed": a heal, or a digest equal to another group's.
-"excluded": the gradient was left out. "at once": the fault is over when it has happened."""
+seconds without a new start. "undone": the fault was undone. "healed": a heal, or a digest equal to
+another group's. "excluded": the gradient was left out. "at once": the fault is over when it has
+happened."""
 
-Category = Literal["process killed", "error raised", "stopped or slow", "network", "wrong numbers", "lighthouse killed"]
+Category = Literal[
+    "process killed",
+    "error raised",
+    "stopped or slow",
+    "network",
+    "wrong numbers",
+    "lighthouse killed",
+]
 """The mark of a fault in the figures of a report."""
 
 
@@ -34,7 +43,10 @@ class Need(Enum):
     """A property that a job must have for some faults: its name in the docs, and the reason where a job lacks it."""
 
     AGENT = "`chaos = true`", "the job has no agents: start it with fault_tolerance.chaos = true"
-    CHECKPOINT = "checkpoints", "the job saves no checkpoints: start it with checkpoint.enable = true"
+    CHECKPOINT = (
+        "checkpoints",
+        "the job saves no checkpoints: start it with checkpoint.enable = true",
+    )
     LIGHTHOUSE = (
         "`titan-ft launch`",
         "the job's launcher keeps no lighthouse: start the job with titan-ft launch",
@@ -55,8 +67,9 @@ class Fault(Struct, frozen=True):
     Durations are in seconds. The seed draws a parameter that is None.
 
 
-    A subclass with a `name` is in the catalogue. The first line of its docstring is its description in help and docs.
-    `outside.Signal` and `inside.InWorker` define `start`, for the processes or in the worker that the fault hits.
+    A subclass with a `name` is in the catalogue. The first line of its docstring is its description
+    in help and docs. `outside.Signal` and `inside.InWorker` define `start`, for the processes or in
+    the worker that the fault hits.
     """
 
     name: ClassVar[str]

@@ -3,9 +3,10 @@
 """The exchange: sum the local gradient shards and a row of facts over the replica groups, while backward goes on.
 
 Gradients are copied into buckets of fixed content and order as autograd finishes them
-(`register_post_accumulate_grad_hook`; FSDP2 calls it for sharded parameters too), and each bucket's all-reduce starts
-as soon as it and its predecessors are full. The buckets are copies: the local gradients stay untouched until the step
-is committed, so a broken exchange is repeated with the survivors and nothing is recomputed.
+(`register_post_accumulate_grad_hook`; FSDP2 calls it for sharded parameters too), and each bucket's
+all-reduce starts as soon as it and its predecessors are full. The buckets are copies: the local
+gradients stay untouched until the step is committed, so a broken exchange is repeated with the
+survivors and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from titan_ft.protocol.member import Quorum
 
 logger = logging.getLogger(__name__)
 
-# Values. The bucket of an unsharded embedding has gigabytes, and as much again may be more than the GPU has left.
-# For tensors above this size NCCL's choice of an algorithm should not change any more.
+# Values. The bucket of an unsharded embedding has gigabytes, and as much again may be more than the
+# GPU has left. For tensors above this size NCCL's choice of an algorithm should not change any
+# more.
 _MOST_REHEARSED = 64 << 20
 
 
@@ -60,20 +62,21 @@ class GradientExchange:
         membership: provides quorum and process group.
         bucket_bytes: size of a bucket; a larger parameter gets a bucket of its own.
         where: device of the buckets (`device.exchange_device`).
-        overlap: launch buckets during backward. Needs gradients that are final when autograd's hook runs. With CPU
-            offload `finish` launches them, after backward.
-        microbatches: of a pipeline's schedule, where autograd's hook runs behind each: a gradient is final with the
-            last of so many calls. 1 where FSDP makes the calls, once behind all of them. 0 = there is no pipeline.
-        gradient_scale: what the local gradients are yet to be multiplied with to be those of the losses that are told;
-            not 1 where backward starts from another loss, as a pipeline's does.
-        fragments: for each parameter the fragment that it is of; all are of fragment 0 if there is none. Only what the
-            groups `give` travels.
-        quantize: let gradients travel in 8 bits (`quantize.py`), and add what that leaves behind to this rank's next
-            ones. Not with counts, which would be rounded too.
+        overlap: launch buckets during backward. Needs gradients that are final when autograd's hook
+            runs. With CPU offload `finish` launches them, after backward.
+        microbatches: of a pipeline's schedule, where autograd's hook runs behind each: a gradient
+            is final with the last of so many calls. 1 where FSDP makes the calls, once behind all
+            of them. 0 = there is no pipeline.
+        gradient_scale: factor from local gradients to gradients of the reported loss. It is 1
+            unless backward starts from another loss, as a pipeline's does.
+        fragments: of each parameter, the fragment that it belongs to; empty = all to fragment 0.
+            Only fragments that the groups `give` travel.
+        quantize: let gradients travel in 8 bits (`quantize.py`), and add what that leaves behind to
+            this rank's next ones. Not with counts, which would be rounded too.
         dtype: that gradients travel in: fp32, or bfloat16 (`half.py`). Not with `quantize`.
-        counts: buffers in which the model counts what it trains since the gradients were zero, as whole numbers. They
-            are summed with the gradients, in the same order in every group, and get the sums where these do. The sums
-            are exact up to 2**24.
+        counts: buffers in which the model counts what it trains since the gradients were zero, as
+            whole numbers. They are summed with the gradients, in the same order in every group, and
+            get the sums where these do. The sums are exact up to 2**24.
     """
 
     def __init__(
@@ -93,7 +96,8 @@ class GradientExchange:
     ) -> None:
         self._membership = membership
         self._where = where
-        # Autograd finishes the last layers first; counts are complete only after all of it (recomputation counts too).
+        # Autograd finishes the last layers first; counts are complete only after all of it
+        # (recomputation counts too).
         gradients = [Gradient(parameter) for parameter in parameters if parameter.requires_grad]
         parts: dict[int, list[Part]] = {fragment: [] for fragment in sorted({*fragments, 0})}
         for gradient, fragment in zip(gradients, fragments or [0] * len(gradients), strict=True):
@@ -111,9 +115,10 @@ class GradientExchange:
         self._armed = False
         self._flight: Flight | None = None
         self._wire_bytes = 0
-        # With CPU offload no gradient is taken before the end of backward. FSDP2 copies each gradient to host memory,
-        # and with a hook on the parameter it would wait for each copy (`foreach_reduce` in torch's _fsdp_collectives).
-        # Without hooks it waits once, at the end of backward (`FSDPParamGroup.finalize_backward`).
+        # With CPU offload no gradient is taken before the end of backward. FSDP2 copies each
+        # gradient to host memory, and with a hook on the parameter it would wait for each copy
+        # (`foreach_reduce` in torch's _fsdp_collectives). Without hooks it waits once, at the end
+        # of backward (`FSDPParamGroup.finalize_backward`).
         offloads = not device.on_cpu() and all(bucket.on_host for bucket in self._buckets)
         if overlap and not offloads:
             for bucket in self._buckets:
@@ -134,8 +139,8 @@ class GradientExchange:
         """Launch an exchange, and let the backward that follows fill it: call it before the step's last backward.
 
         Args:
-            newest_step: this group's gradients count unless a member of the quorum has more updates. If they do not,
-                the group sends zeros.
+            newest_step: this group's gradients count unless a member of the quorum has more
+                updates. If they do not, the group sends zeros.
         """
         self._launch(newest_step)
         self._armed = True
@@ -143,7 +148,8 @@ class GradientExchange:
     def launch(self, newest_step: int | None = None, *, due: bool = True) -> None:
         """Launch an exchange of the local gradients, which are only read; returns at once.
 
-        Gradients travel only if a member gives some, and an update may follow for all that a member knows.
+        Gradients travel only if a member gives some, and an update may follow for all that a member
+        knows.
 
         Args:
             newest_step: see `arm`; None = this rank gives nothing.
@@ -176,8 +182,8 @@ class GradientExchange:
             facts: this member's, unless they were sent.
 
         Raises:
-            ExchangeError: a member died or hung, or the process group could not be built. The process group has been
-                aborted, so that the other members see it at once.
+            ExchangeError: a member died or hung, or the process group could not be built. The
+                process group has been aborted, so that the other members see it at once.
         """
         flight = self._flight
         assert flight is not None, "no exchange is under way"
@@ -211,9 +217,9 @@ class GradientExchange:
     def _bounded(self) -> contextlib.AbstractContextManager[None]:
         """Let an exchange that this thread waits for take no longer than the process group's timeout.
 
-        Its quorum may: that waits for groups which compute. The exchange's thread waits for the other members too, for
-        the number of givers, and may have begun long before: it is broken off with this one, which waits for it. Gloo's
-        operations have timeouts of their own.
+        Its quorum may: that waits for groups which compute. The exchange's thread waits for the
+        other members too, for the number of givers, and may have begun long before: it is broken
+        off with this one, which waits for it. Gloo's operations have timeouts of their own.
         """
         if self._where.type == "cpu":
             return contextlib.nullcontext()
@@ -227,15 +233,19 @@ class GradientExchange:
     def rehearse(self, group: Any, num_members: int) -> None:
         """Make each collective of an exchange once, as large as that of the largest bucket; part of NCCL's set-up.
 
-        NCCL connects the members for an algorithm when it is first used (`ncclCollPreconnect`). Without this the first
-        exchange of each communicator would wait for that, and could not be aborted meanwhile.
+        NCCL connects the members for an algorithm when it is first used (`ncclCollPreconnect`).
+        Without this the first exchange of each communicator would wait for that, and could not be
+        aborted meanwhile.
 
         Args:
             group: a process group of torch's.
         """
         if num_members == 1 or not self._buckets:
             return
-        timeout, largest = self._membership.timeout, max(self._buckets, key=lambda bucket: bucket.num_bytes)
+        timeout, largest = (
+            self._membership.timeout,
+            max(self._buckets, key=lambda bucket: bucket.num_bytes),
+        )
         num_values, num_exact = min(largest.values.numel(), _MOST_REHEARSED), largest.exact.numel()
         summed = num_exact  # facts travel by sums in any case
         if largest.halves:
@@ -293,10 +303,12 @@ class GradientExchange:
     def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
         def take_gradient(parameter: torch.Tensor) -> None:
             if self._armed:
-                # FSDP has several streams for gradients: one that is sharded, another that is replicated too.
+                # FSDP has several streams for gradients: one that is sharded, another that is
+                # replicated too.
                 bucket.stream = device.join_stream(bucket.stream)
                 bucket.final.append(index)
-                # One kernel for all that are in it; on a host each is copied while it is in the cache.
+                # One kernel for all that are in it; on a host each is copied while it is in the
+                # cache.
                 if self._where.type == "cpu" or len(bucket.final) == len(bucket.missing):
                     self._fill(bucket, bucket.final)
 
@@ -307,7 +319,8 @@ class GradientExchange:
     ) -> Callable[[torch.Tensor], None]:
         """Return a hook that takes the gradient with the last of so many calls; with fewer, `finish` takes it.
 
-        A schedule that computes the gradients of weights by themselves (zero bubble) calls no hook for those.
+        A schedule that computes the gradients of weights by themselves (zero bubble) calls no hook
+        for those.
         """
 
         def count_call(parameter: torch.Tensor) -> None:

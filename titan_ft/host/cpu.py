@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torch and torchtitan on a machine without an accelerator.
 
-torchtitan 0.2.2 assumes an accelerator. `prepare` makes it run, unmodified, on a machine that has none. `prepare`
-comes before the first import of a torchtitan module, because `torchtitan.tools.utils` reads the device at import.
+torchtitan 0.2.2 assumes an accelerator. `prepare` makes it run, unmodified, on a machine that has
+none. `prepare` comes before the first import of a torchtitan module, because
+`torchtitan.tools.utils` reads the device at import.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def prepare() -> None:
     cpu.get_device_properties = lambda device=None: SimpleNamespace(name="CPU", total_memory=memory_bytes)
     cpu.reset_peak_memory_stats = lambda device=None: None
     cpu.empty_cache = lambda: None
-    cpu.memory_stats = lambda device=None: {"active_bytes.all.peak": 0, "reserved_bytes.all.peak": 0}
+    cpu.memory_stats = lambda device=None: {
+        "active_bytes.all.peak": 0,
+        "reserved_bytes.all.peak": 0,
+    }
     if not hasattr(dist.barrier, "without_device_ids"):
         dist.barrier = _barrier_without_device_ids(dist.barrier)
 
@@ -53,8 +57,8 @@ def _barrier_without_device_ids(barrier: Any) -> Any:
 def adapt_model(model: torch.nn.Module) -> torch.nn.Module:
     """Let a parallelized model train on this machine's device.
 
-    On a CPU, FSDP reduces by a plain sum: Gloo has no pre-multiplied sum for the divide factor that torchtitan sets.
-    Mixtures of experts go the ways that torchtitan has beside its kernels.
+    On a CPU, FSDP reduces by a plain sum: Gloo has no pre-multiplied sum for the divide factor that
+    torchtitan sets. Mixtures of experts go the ways that torchtitan has beside its kernels.
     """
     if device.on_cpu():
         from torch.distributed.fsdp import FSDPModule
@@ -71,10 +75,12 @@ def adapt_model(model: torch.nn.Module) -> torch.nn.Module:
 def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
     """Let context parallelism work on CPU, whose attention kernel torch's ring attention does not know.
 
-    Each rank gathers the keys and values of the whole sequence. Nothing to do where there is an accelerator.
+    Each rank gathers the keys and values of the whole sequence. Nothing to do where there is an
+    accelerator.
 
     Args:
-        load_balancer: `parallelism.context_parallel_load_balancer`, by which torchtitan deals out the sequence.
+        load_balancer: `parallelism.context_parallel_load_balancer`, by which torchtitan deals out
+            the sequence.
 
     Raises:
         ConfigError: the model does not use torchtitan's SDPA module.

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Serve one group's figures to Prometheus, where no launcher sees all groups: on a cluster.
 
-A process beside the group's agent: `python -m titan_ft.live.group_metrics PLACE RUN_DIR GROUP`. The agent
-has no threads, because it forks.
+A process beside the group's agent: `python -m titan_ft.live.group_metrics PLACE RUN_DIR GROUP`. The
+agent has no threads, because it forks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ POLL_SECONDS = 1.0
 class GroupMetrics:
     """Follow one group's events and serve their figures, from a thread of the server's own.
 
-    What the group's own processes announce is counted from now on; what they have announced before is not. All metrics
-    are there, by the same names as a launcher's: those of the whole job as this group sees them, those of groups for
-    this one, and the state of groups that this one has reported as lost.
+    What the group's own processes announce is counted from now on; what they have announced before
+    is not. All metrics are there, by the same names as a launcher's: those of the whole job as this
+    group sees them, those of groups for this one, and the state of groups that this one has
+    reported as lost.
 
     Args:
         place: PORT or HOST:PORT.
@@ -58,7 +59,8 @@ class GroupMetrics:
             self._server.observe(event)
         groups = self._status.groups
         if self._replica in groups:
-            # A lost group cannot say so itself, and its own series have vanished: the group that missed it shows it.
+            # A lost group cannot say so itself, and its own series have vanished: the group that
+            # missed it shows it.
             shown = {r: group for r, group in groups.items() if r == self._replica or group.state == LOST}
             self._server.update(shown, num_groups=len(groups))
 

@@ -2,20 +2,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep one replica group running: start its workers, and start them all again when one of them dies.
 
-One agent per group (`python -m titan_ft.launch.group.agent`), under `titan-ft launch` as on a cluster (`titan-ft
-group`). A group on several hosts has an agent on each: the first one leads, and the others do as it says (`hosts`,
-`follower`).
-The group as a whole is what is restarted, because its ranks cannot go on without each other. The workers are forks of
-the agent, which has imported all that they need (`forks`), by itself or as a fork of the launcher's zygote.
+One agent per group (`python -m titan_ft.launch.group.agent`), under `titan-ft launch` as on a
+cluster (`titan-ft group`). A group on several hosts has an agent on each: the first one leads, and
+the others do as it says (`hosts`, `follower`). The group as a whole is what is restarted, because
+its ranks cannot go on without each other. The workers are forks of the agent, which has imported
+all that they need (`forks`), by itself or as a fork of the launcher's zygote.
 
 torch elastic's agent (torchrun) is not used, because it does not hold what a group needs:
 
-- After a failure it gives the other ranks the same time as for an end in order: 30 s, or as long as a drain. Here they
-  get `GRACE_SECONDS`, because they cannot finish without the one that failed.
-- It has threads, so it cannot fork workers that have everything imported. Its forkserver takes a function as the entry
-  point, and starts one server for each agent.
+- After a failure it gives the other ranks the same time as for an end in order: 30 s, or as long as
+  a drain. Here they get `GRACE_SECONDS`, because they cannot finish without the one that failed.
+- It has threads, so it cannot fork workers that have everything imported. Its forkserver takes a
+  function as the entry point, and starts one server for each agent.
 - The agents of a group meet at a store that is open to everyone, and unpickle what they find there.
-- The agent of each node counts restarts and judges ends by itself, without a way to give a group up on all nodes.
+- The agent of each node counts restarts and judges ends by itself, without a way to give a group up
+  on all nodes.
 - It takes exit status 0 in the middle of training for success.
 """
 
@@ -23,7 +24,8 @@ from __future__ import annotations
 
 import signal
 
-# Without this, Ctrl-C during the imports printed a traceback. A job in a shell's background ignores Ctrl-C.
+# Without this, Ctrl-C during the imports printed a traceback. A job in a shell's background ignores
+# Ctrl-C.
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -74,7 +76,13 @@ from titan_ft.launch.restart_policy import (
 )
 from titan_ft.launch.suspect import HostDeaths, SuspectPolicy
 from titan_ft.run.appender import retry_waiting
-from titan_ft.run.events import CONFIG_ERROR, HostLeft, ReplicaGaveUp, ReplicaRestarted, TrainingFinished
+from titan_ft.run.events import (
+    CONFIG_ERROR,
+    HostLeft,
+    ReplicaGaveUp,
+    ReplicaRestarted,
+    TrainingFinished,
+)
 from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import PARENT_PID_ENV, end_with_parent
 from titan_ft.run.output import protect_output
@@ -179,7 +187,9 @@ class Agent:
         self._hosts = hosts
         self._suspects = SuspectPolicy.of(os.environ) if spec.cluster else SuspectPolicy()
         self._policy = RestartPolicy(
-            spec.max_restarts, run_trains=lambda: has_trained(spec.paths), host_deaths=self._suspects.deaths
+            spec.max_restarts,
+            run_trains=lambda: has_trained(spec.paths),
+            host_deaths=self._suspects.deaths,
         )
         self._events = EventLog(spec.paths.agent_events(spec.replica, os.getpid()), replica=spec.replica)
         self._group: GroupWorkers | None = None
@@ -203,7 +213,8 @@ class Agent:
         """Return 0 when the group finished or was drained, 2, 3 or 4 as `restart_policy` names them, else 1.
 
         Raises:
-            Exception: whatever this process cannot do (no file, no fork); the group's workers have ended with it.
+            Exception: whatever this process cannot do (no file, no fork); the group's workers have
+                ended with it.
         """
         try:
             status = self._run_attempts()
@@ -289,14 +300,16 @@ class Agent:
                 exits = group.exits()
             first = root_failure(exits)
             self._attempt_events.poll()
-            # Before the others are ended, which may take the grace time: the event's time is that of the failure.
+            # Before the others are ended, which may take the grace time: the event's time is that
+            # of the failure.
             for exit in sorted(exits, key=lambda exit: exit is not first):
                 self._emit_exit(attempt, exit)
                 announced.add(exit.rank)
             if self._stop and first is None and self.spec.drain_seconds > 0:
                 group.drain(self.spec.drain_seconds, self._stop.impatient)
         finally:
-            # A rank cannot finish without the one that failed; after a drain, there was time enough.
+            # A rank cannot finish without the one that failed; after a drain, there was time
+            # enough.
             sibling_failed = root_failure(group.exits()) is not None and not self._stop.impatient()
             final = group.end(self.spec.grace_seconds if sibling_failed else 0.0)
             self._group = None
@@ -314,7 +327,11 @@ class Agent:
         # The rendezvous may be at another address of the loopback: localhost is ::1 as a rule.
         bind = address if address and spec.bind == LOOPBACK else spec.bind
         store = AttemptStore(self._starter, bind, address)
-        share = Share(spec.ranks, spec.ranks + sum(member.num_ranks for member in members), num_hosts=1 + len(members))
+        share = Share(
+            spec.ranks,
+            spec.ranks + sum(member.num_ranks for member in members),
+            num_hosts=1 + len(members),
+        )
         try:
             local = spec.start_workers(self._starter, attempt, share, store.meeting_point)
         except BaseException:
@@ -360,10 +377,12 @@ class Agent:
     def _was_sent_away(self) -> bool:
         """Return whether somebody asked the workers to leave while others train on: then the group is to come back.
 
-        Whoever asks this process too wants the group to be gone. And no group comes back to a job that is over.
+        Whoever asks this process too wants the group to be gone. And no group comes back to a job
+        that is over.
 
-        Where the last events are missing and there is no mark either, the group stays away: it may have finished. A
-        group that came back to a job that is over would train all of it again, alone.
+        Where the last events are missing and there is no mark either, the group stays away: it may
+        have finished. A group that came back to a job that is over would train all of it again,
+        alone.
         """
         told = self._attempt_events
         if told.is_cut and not told.drained and not self._job_is_over():
@@ -408,12 +427,23 @@ class Agent:
         error = where if log is None else line
         kind = None if failure.error is None or failure.is_early else failure.error.type_name
         self._announce_give_up(
-            attempt, failure.rank, GiveUp(why.cause, reason), "" if log is None else str(log), error, kind
+            attempt,
+            failure.rank,
+            GiveUp(why.cause, reason),
+            "" if log is None else str(log),
+            error,
+            kind,
         )
         self.spec.say(f"{reason}; {where}")
 
     def _announce_give_up(
-        self, attempt: int, rank: int | None, why: GiveUp, log: str, error: str, error_kind: str | None = None
+        self,
+        attempt: int,
+        rank: int | None,
+        why: GiveUp,
+        log: str,
+        error: str,
+        error_kind: str | None = None,
     ) -> None:
         self._events.emit(
             ReplicaGaveUp(
@@ -504,7 +534,8 @@ class _Main:
         except ConfigError as error:
             print(f"titan_ft: {error}", file=sys.stderr)
             return CONFIG_ERROR_CODE
-        # The workers end by themselves after their drain_timeout_seconds: they are not killed in the middle of a save.
+        # The workers end by themselves after their drain_timeout_seconds: they are not killed in
+        # the middle of a save.
         spec.drain_seconds += spec.grace_seconds
         spec.zygote = spec.zygote and os.environ.get(ZYGOTE_ENV) != "0"
         spec.env = usual_env()
@@ -520,7 +551,11 @@ class _Main:
             print(f"titan_ft: {error}", file=sys.stderr, flush=True)
             return CONFIG_ERROR_CODE
         if self._stop.signum is not None:
-            print(f"titan_ft: this group was stopped by {self._stop.signum.name}", file=sys.stderr, flush=True)
+            print(
+                f"titan_ft: this group was stopped by {self._stop.signum.name}",
+                file=sys.stderr,
+                flush=True,
+            )
             return _status_of_stop(self._stop)
         return status
 
@@ -623,8 +658,8 @@ def _read_environment() -> str:
 def _count_on(spec: GroupSpec) -> None:
     """Number the first attempt of a group that no launcher counts, and say why it is a restart.
 
-    A group that Slurm requeued, or that somebody started again, is a restart like any other. Two attempts with one
-    number would be taken for one.
+    A group that Slurm requeued, or that somebody started again, is a restart like any other. Two
+    attempts with one number would be taken for one.
     """
     known = spec.paths.next_attempt(spec.replica)
     requeued = os.environ.get("SLURM_RESTART_COUNT", "")
@@ -637,7 +672,8 @@ def _count_on(spec: GroupSpec) -> None:
 def _status_of_stop(stop: StopRequests) -> int:
     """Return the exit status of a group's command that was stopped.
 
-    It is not 0 after SIGTERM, although the workers left in order: Kubernetes would take the group for finished.
+    It is not 0 after SIGTERM, although the workers left in order: Kubernetes would take the group
+    for finished.
     """
     return stop.status if stop.signum == signal.SIGINT else 1
 
