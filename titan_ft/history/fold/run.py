@@ -46,6 +46,7 @@ class RunFold:
 
     Attributes:
         failures: of all launches, in the order in which they were noticed.
+        first_ends: by group and attempt, why each attempt of all launches ended by itself, in order of time.
         hosts: of all launches.
         num_launches: how many launches the folder holds.
         attempts: of all launches, by group and number.
@@ -67,6 +68,7 @@ class RunFold:
 
     def __init__(self, num_groups: int = 0) -> None:
         self.failures: list[FailureSpan] = []
+        self.first_ends: dict[tuple[int, int], Reason] = {}
         self.hosts = HostsFold()
         self.num_launches = 0
         self.attempts: dict[tuple[int, int], AttemptFold] = {}
@@ -262,6 +264,7 @@ class RunFold:
                         log=event.log,
                         time=event.time,
                     )
+                self.first_ends.setdefault((group.slot, group.attempt), group.reason)
 
     def _apply_exit(self, group: GroupFold, event: ev.WorkerExited) -> None:
         known = group.ranks.get(event.rank)
@@ -289,6 +292,7 @@ class RunFold:
         group.failed_by = event
         group.reason = reason
         group.last_reason = reason
+        self.first_ends.setdefault((group.slot, event.attempt), reason)
         group.commit = None
         group.num_failed_attempts += 1
         self._drop_out(group, event.time, died=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ft.history.fold.group import Reason
-from titan_ft.history.fold.run import RunFold
 from titan_ft.history.logs import find_log
 from titan_ft.history.notes import name_groups
 from titan_ft.history.outcome import find_outcome
@@ -62,7 +61,7 @@ def find_failed(record: RunRecord) -> list[Failed]:
     The one that the outcome names comes first, then those that nobody injected, the latest first.
     """
     alike: dict[str, list[Reason]] = defaultdict(list)
-    for reason in first_ends(record).values():
+    for reason in record.fold.first_ends.values():
         alike[kind_of(reason.text)].append(reason)
     injected = {
         (attempt.replica, attempt.number)
@@ -89,20 +88,6 @@ def find_failed(record: RunRecord) -> list[Failed]:
             )
         )
     return sorted(found, key=lambda one: (not one.decisive, one.num_injected == one.count, -one.last))
-
-
-@view
-def first_ends(record: RunRecord) -> dict[tuple[int, int], Reason]:
-    """Return why each attempt of a group ended by itself, by group and attempt, in order of time."""
-    fold = RunFold()
-    found: dict[tuple[int, int], Reason] = {}
-    for event in record.events:
-        fold.observe(event)
-        group = fold.groups.get(-1 if event.replica is None else event.replica)
-        if group is None or group.reason is None or group.state not in ("died", "given up"):
-            continue
-        found.setdefault((group.slot, group.attempt), group.reason)
-    return found
 
 
 def excerpt(reason: Reason, run_dir: Path) -> list[str]:
