@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from titan_ft.history.record import RunRecord, view
-from titan_ft.run.events import StepCommitted
+from titan_ft.run.events import StepCommitted, Waited
 
 REASONS = {
     "computing": "computing",
@@ -64,21 +64,24 @@ def _longest_waits(commits: Iterable[StepCommitted]) -> list[StepWait]:
     Args:
         commits: the events that the groups wrote about one and the same commit.
     """
-    longest: dict[tuple[int, str], StepWait] = {}
+    longest: dict[tuple[int, str], tuple[Waited, StepCommitted]] = {}
     for commit in commits:
         for wait in commit.waits or ():
-            known = longest.get((wait.slot, wait.why))
-            if known is not None and wait.seconds <= known.seconds:
-                continue
-            longest[wait.slot, wait.why] = StepWait(
-                step=commit.step,
-                slot=wait.slot,
-                why=wait.why,
-                seconds=wait.seconds,
-                by=commit.replica,
-                time=commit.time,
-            )
-    return list(longest.values())
+            key = (wait.slot, wait.why)
+            known = longest.get(key)
+            if known is None or wait.seconds > known[0].seconds:
+                longest[key] = (wait, commit)
+    return [
+        StepWait(
+            step=commit.step,
+            slot=wait.slot,
+            why=wait.why,
+            seconds=wait.seconds,
+            by=commit.replica,
+            time=commit.time,
+        )
+        for wait, commit in longest.values()
+    ]
 
 
 def count_unknown(record: RunRecord) -> int:
