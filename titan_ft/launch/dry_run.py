@@ -20,6 +20,7 @@ from titan_ft.data.assets import SCHEME
 from titan_ft.launch.going_on import CHECKPOINTS_OFF
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import HOST
+from titan_ft.protocol.strategy import strategy_of
 from titan_ft.round_settings import num_fragments, quantizes, steps_per_round
 from titan_ft.training.custom_import import working_folder_first
 from titan_ft.training.job_config import read_config
@@ -188,8 +189,7 @@ def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     rank, ft, groups = sizes.largest, config.fault_tolerance, plan.num_replicas
     link = plan.options.link_gbps or LINK_GBPS
     host = plan.options.host_link_gbps or HOST_LINK_GBPS
-    holders = max(1, groups - 1)
-    donors = 1 if ft.semi_sync_method else min(ft.heal_donors or holders, holders)
+    donors = strategy_of(ft).limit_donors(max(1, groups - 1))
     served = min(link, donors * ft.transfer_max_mbps / 1000) if ft.transfer_max_mbps else link
     copied, fetched = _seconds(rank.state, host), _seconds(rank.state, served)
     return [
