@@ -59,6 +59,7 @@ def test_sigterm_in_mid_training(make_job: Callable[..., Job], ranks: int, loade
         ranks=ranks,
         flags=[f"--training.dataloader.num_workers={loader_workers}"],
         hooks={"gates": [gate("go", rank=rank) for rank in range(ranks)], "hold": 2},
+        heartbeat_timeout_ms=2000,
     )
     job.start()
     job.wait_for_gate("go", 1, range(ranks))

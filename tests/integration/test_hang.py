@@ -184,7 +184,7 @@ def test_a_long_call_is_no_silence(make_job: Callable[..., Job]) -> None:
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_a_short_stop_is_no_failure(make_job: Callable[..., Job], ranks: int, rank: int) -> None:
     """A rank that is stopped for less than the heartbeat timeout only costs that time."""
-    job = make_job(groups=2, ranks=ranks, hooks={"gates": [gate("go", rank=rank)]})
+    job = make_job(groups=2, ranks=ranks, hooks={"gates": [gate("go", rank=rank)]}, heartbeat_timeout_ms=5000)
     job.start()
     job.wait_for_gate("go", 1, [rank])
     stop(job, 1, rank=rank)

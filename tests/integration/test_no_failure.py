@@ -16,7 +16,7 @@ from harness.trajectory import check, named
 )
 def test_groups_stay_identical(make_job: Callable[..., Job], groups: int, ranks: int) -> None:
     """All groups take part in each step and hold the same bytes after it."""
-    job = make_job(groups=groups, ranks=ranks)
+    job = make_job(groups=groups, ranks=ranks, heartbeat_timeout_ms=5000)
     job.run()
     events = check(job, survivors=range(groups))
     committed = named(events, "step_committed")

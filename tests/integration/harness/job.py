@@ -77,6 +77,8 @@ class Job:
             finished; else it may be back before the lighthouse has noticed that it was gone.
         lighthouse: settings of it that are not its defaults.
         env: further variables of the workers' environments.
+        heartbeat_timeout_ms: of the workers and the lighthouse; 0 = their default. A job that shows that nothing is
+            repeated takes a long one: with the default, a machine that stands still for half a second is a failure.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Job:
         late: bool = True,
         lighthouse: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        heartbeat_timeout_ms: int = 0,
     ) -> None:
         self.paths = RunPaths(folder / "run")
         self.markers = folder / "markers"
@@ -118,7 +121,11 @@ class Job:
             *([f"--fault_tolerance.process_group={PROCESS_GROUP}"] if PROCESS_GROUP else []),
             *flags,
         ]
-        self._lighthouse_settings = json.dumps(dict(lighthouse or {}))
+        settings = dict(lighthouse or {})
+        if heartbeat_timeout_ms:
+            self.flags.append(f"--fault_tolerance.heartbeat_timeout_ms={heartbeat_timeout_ms}")
+            settings["heartbeat_timeout_ms"] = heartbeat_timeout_ms
+        self._lighthouse_settings = json.dumps(settings)
         self._lighthouse: Process | None = None
         self._num_lighthouses = 0
         self._address = ""

@@ -159,6 +159,7 @@ class Runs:
             flags=[*SIZE, *flags],
             hooks={"record": str(self._folder / name), **hooks},
             max_restarts=0,
+            heartbeat_timeout_ms=5000,
         )
         job.run(SECONDS)
         return job
