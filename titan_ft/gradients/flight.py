@@ -29,10 +29,15 @@ class ExchangeError(RuntimeError):
 
 
 class OwnFacts(Protocol):
-    """A member's row and message, but for what only the quorum decides; see `titan_ft.protocol.report.RoundReport`."""
+    """What this rank reports in the exchange; see `titan_ft.protocol.report.RoundReport`."""
 
     def complete(self, quorum: Quorum, gave: bool, came: float) -> tuple[Sequence[float], bytes]:
-        """Return them, given whether this rank's gradients are in the sums, and when its part was there."""
+        """Return this rank's row and message, which depend on the quorum.
+
+        Args:
+            gave: this rank's gradients are in the sums.
+            came: monotonic seconds at which this rank's facts were there.
+        """
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,10 @@ class Gathered:
     """What the members sent with their sums.
 
     Attributes:
-        rows, messages: of each member; the rows have one width.
-        spoiled: of each member, whether the gradients that it gave have an inf or a NaN.
-        weights: of each bucket, the parts' weights added up over the members; None = the bucket did not travel.
+        rows, messages: one of each member. All rows have the same length.
+        spoiled: for each member, whether its gradients have an inf or a NaN.
+        weights: for each bucket, one weight per part, summed over the members. None: the bucket did
+            not travel.
     """
 
     quorum: Quorum
@@ -53,19 +59,21 @@ class Gathered:
 
 
 class Flight:
-    """One exchange under way. Its thread waits for the quorum, so that neither backward nor a hook ever does.
+    """One exchange under way, on a thread of its own.
 
-    The thread makes all of the collectives, and owns each bucket from the moment that it is full (`hand_over`) to its
-    own end. The training thread calls all public methods.
+    The thread waits for the quorum, so that backward and its hooks never do. It makes all
+    collectives. It owns a bucket from `hand_over` until the thread ends. The training thread calls
+    all public methods.
 
     Args:
         given: fragments that this rank gives.
-        newest_step: this rank's gradients count unless a member of the quorum has more updates; None = it gives none.
-        due: an update may follow, as far as this rank knows.
+        newest_step: this rank's gradients count unless a member of the quorum holds more updates
+            than this. None: this rank gives no gradients.
+        due: False if this rank knows that no update can follow.
 
     Attributes:
         travelling: fragments that are summed; the same on all members.
-        wire_bytes: of gradients, that this rank has sent.
+        wire_bytes: bytes of gradients that this rank has sent.
     """
 
     def __init__(
@@ -89,8 +97,11 @@ class Flight:
         self.travelling: frozenset[int] = frozenset()
         self.wire_bytes = 0
         self._contributes = False  # this rank's gradients are in the sums
-        self._queued: torch.Event | None = None  # after all that the thread has queued, except for the sums
-        self._summed = threading.Event()  # all sums are there, or on a GPU queued; or the thread has ended
+        # Recorded after the thread's own work on the device. The sums run on NCCL's stream:
+        # `Operations.end` waits for them.
+        self._queued: torch.Event | None = None
+        # Set when all sums are there, or are queued on a GPU, and when the thread ends.
+        self._summed = threading.Event()
         self._ended = threading.Event()
         self._gathered: Gathered | None = None
         self._error: Exception | None = None
@@ -101,11 +112,11 @@ class Flight:
         self._thread.start()
 
     def hand_over(self, bucket: Bucket) -> None:
-        """Let the thread have a bucket that is full."""
+        """Give the thread a bucket that is full."""
         self._full.put(bucket)
 
     def report(self, facts: OwnFacts) -> None:
-        """Let the thread send this rank's facts when the sums are there. The first ones count."""
+        """Give the thread this rank's facts. It sends them after the sums. Only the first call counts."""
         if not self._is_reported:
             self._is_reported = True
             self._facts.put((facts, time.monotonic()))
@@ -138,10 +149,11 @@ class Flight:
         return self._gathered
 
     def join(self) -> None:
-        """End the thread, or leave it; in either case it does not touch the buckets, which the next exchange writes.
+        """End the thread, or leave it in its operation. The buckets are free for the next exchange.
 
-        Nor does what it has queued: on a GPU, sums that were broken off write until their abort is through, and what
-        is queued next on this stream, such as gradients into the same buckets, comes after them.
+        A broken sum writes to its bucket on the GPU until its abort is complete. Work that the
+        caller queues next, such as a copy of gradients into the same buckets, waits for that on the
+        GPU.
         """
         self._full.put(None)
         self._facts.put(None)
@@ -167,7 +179,8 @@ class Flight:
                 raise ExchangeError(quorum.error)
             self._operations.begin(quorum)
             self._contributes = self._newest_step is not None and quorum.max_step <= self._newest_step
-            # All of it: this thread's own stream is that of the training, which would wait for the other members.
+            # On this thread's default stream, which is the training's, training would wait for the
+            # other members.
             with device.side_stream(self._where):
                 try:
                     self._sum_and_gather(quorum)
@@ -175,21 +188,24 @@ class Flight:
                     if not self.left:
                         self._queued = device.record_event() if self._where.type != "cpu" else None
         except Exception as error:  # noqa: BLE001  # thread edge: finish() raises it on the training thread
-            # Without a quorum nothing was exchanged: the error is that of the membership, and ends the run. An assert
-            # is a defect, such as a bucket in the wrong state: a repetition would hide it.
+            # Without a quorum nothing was exchanged: the error is that of the membership, and ends
+            # the run. An assert is a defect, such as a bucket in the wrong state: a repetition
+            # would hide it.
             is_final = self._operations.quorum is None or isinstance(error, (ExchangeError, AssertionError))
             self._error = error if is_final else ExchangeError(first_line(error))
 
     def _sum_and_gather(self, quorum: Quorum) -> None:
         """Sum the buckets as they become full, then gather the rows."""
         full: set[int] = set()
-        # Rounds without gradients are rows only: they must not compete with the transfer that they wait for.
+        # Buckets without gradients do not travel: they would compete with the state's transfer that
+        # the round waits for.
         self.travelling = self._agree_on_fragments()
         for bucket in self._buckets:
             if bucket.fragment not in self.travelling:
                 continue
             while id(bucket) not in full:
-                if (handed_over := self._full.get()) is None:
+                handed_over = self._full.get()
+                if handed_over is None:  # `finish` or `join` was called before the bucket was full
                     return
                 full.add(id(handed_over))
             device.wait_for(bucket.full, self._where)
@@ -202,15 +218,16 @@ class Flight:
             self._sum(bucket)
         self._operations.await_sums()
         self._summed.set()
-        if (reported := self._facts.get()) is not None:
+        reported = self._facts.get()
+        if reported is not None:  # None: `join` was called, the exchange is given up
             facts, came = reported
             self._gathered = self._gather(quorum, *facts.complete(quorum, self._contributes, came))
 
     def _agree_on_fragments(self) -> frozenset[int]:
-        """Return the fragments that the members whose gradients are in this exchange give, all of them alike.
+        """Return the fragments that travel: those that all members with gradients in this exchange give.
 
-        None if they give different ones: they are not at the same update, which the rows will show. And none if no
-        member knows of an update that may follow.
+        No fragment travels if these members give different ones. Then they are not at the same
+        update, which the rows will show. Nor does one if no member expects an update.
         """
         given = [self._contributes and fragment in self._given for fragment in range(self._num_fragments)]
         counts = torch.tensor([self._due, self._contributes, *given], dtype=torch.int32)
@@ -236,7 +253,7 @@ class Flight:
         if bucket.residual is None:
             operations.all_reduce(bucket.flat)
             return
-        if num_members == 1:  # there is nobody to send it to: it counts as it is
+        if num_members == 1:  # nothing is sent, so nothing is rounded
             bucket.residual.leave(None)
             return
         payload = encode(bucket.flat, num_exact)
@@ -245,19 +262,21 @@ class Flight:
         add_up(operations.all_gather(payload), num_exact, bucket.flat)
 
     def _gather(self, quorum: Quorum, row: Sequence[float], message: bytes) -> Gathered:
-        """Gather the rows and messages; with them the host reads whatever else it must know of the sums."""
+        """Gather the rows and messages. The host reads the sums' weights in the same wait for the device."""
         operations = self._operations
         own = torch.tensor([*row, len(message), 0.0], dtype=torch.float64).to(self._where, non_blocking=True)
         travelled = [bucket for bucket in self._buckets if bucket.fragment in self.travelling]
-        if self._contributes and travelled:  # not finite if one of them is not; float64 has room for all of them
+        if self._contributes and travelled:
+            # The total is not finite if one of the buckets' totals is not. In float64 it cannot
+            # overflow.
             own[-1] = torch.stack([bucket.total for bucket in travelled]).sum(dtype=torch.float64)
         gathered = operations.gather(own)
         facts, *weights = operations.read(gathered, *(bucket.used for bucket in travelled))
         rows: list[list[float]] = facts.view(gathered.shape).tolist()
-        weights_of = {id(bucket): own.tolist() for bucket, own in zip(travelled, weights, strict=True)}
+        weights_of = {id(bucket): of_parts.tolist() for bucket, of_parts in zip(travelled, weights, strict=True)}
         sizes = [int(row[-2]) for row in rows]
         messages = [b""] * len(sizes)
-        if any(sizes):  # a second collective, for they vary in length
+        if any(sizes):  # a second collective: only now is the longest message known
             octets = torch.frombuffer(bytearray(message.ljust(max(sizes), b"\0")), dtype=torch.uint8)
             (padded,) = operations.read(operations.gather(octets.to(self._where, non_blocking=True)))
             lines = zip(padded.view(len(sizes), -1).numpy(), sizes, strict=True)

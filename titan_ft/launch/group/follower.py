@@ -7,6 +7,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 
 from titan_ft.launch.group.hosts import MEETING_SECONDS
 from titan_ft.launch.group.line import End, Hello, Leave, Line, Message, Over, Ping, Start, State
@@ -18,7 +19,7 @@ from titan_ft.run.stop import StopRequests
 _CONNECT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 STOPPED = 1
-"""Exit status of a follower that was stopped; its caller may say it in another way."""
+"""Exit status of a follower that was stopped. The caller may replace it by one that names the signal."""
 
 
 class Follower:
@@ -142,7 +143,7 @@ class Follower:
         assert self._line is not None, "there is a leader"
         if self._group is not None:
             self._state.exits, self._state.raised = self._group.exits(), self._group.raised()
-        state = State(**{name: getattr(self._state, name) for name in State.__struct_fields__})
+        state = copy(self._state)  # `_state` changes in place, and the line may send this one later
         if state != self._sent:
             self._line.send(state)
             self._sent = state

@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The hosts of a group, as the agent of its first host knows them. That agent leads; the others follow (`follower`).
 
-Every agent of a group is started by the same command, with the address of a port on one of the group's hosts. The agent
-that can listen there leads. It alone judges ends and decides on restarts, so the hosts of a group cannot disagree. It
-serves the store at which the workers meet, and gives each follower its ranks.
+Every agent of a group is started by the same command, with the address of a port on one of the
+group's hosts. The agent that can listen there leads. It alone judges ends and decides on restarts,
+so the hosts of a group cannot disagree. It serves the store at which the workers meet, and gives
+each follower its ranks.
 
-A group is restarted as a whole. If the connection to a follower breaks, its agent or its host is gone: the leader ends
-all other workers and waits for another agent. If the leader is gone, the followers end their workers and wait for
-another leader, which any agent at the same address becomes.
+A group is restarted as a whole. If the connection to a follower breaks, its agent or its host is
+gone: the leader ends all other workers and waits for another agent. If the leader is gone, the
+followers end their workers and wait for another leader, which any agent at the same address
+becomes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _NOT_HERE = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EN
 def claim(address: str) -> socket.socket | None:
     """Listen at a port if the address is one of this host, and no other agent listens there; else return None.
 
-    The socket listens at all addresses of this host: the name may stand for another interface on the other hosts.
+    The socket listens at all addresses of this host: the name may stand for another interface on
+    the other hosts.
 
     Raises:
         ConfigError: this user may not listen at that port.
@@ -124,7 +127,8 @@ class Hosts:
     def wait_for_all(self, is_stopped: Callable[[], bool]) -> list[Member] | None:
         """Return the other hosts once all are there; None if the group is stopped, or after `MEETING_SECONDS`.
 
-        The latest ones count: the connection of a host that vanished may still stand when that host is back.
+        The latest ones count: the connection of a host that vanished may still stand when that host
+        is back.
         """
         wanted = self.num_hosts - 1
         deadline = time.monotonic() + MEETING_SECONDS
@@ -229,7 +233,7 @@ class _RemoteWorkers:
         return [] if state is None or self.member.lost_because else state.raised
 
     def exits(self) -> list[WorkerExit]:
-        """List the workers that ended. All of a lost host have: its agent takes them along."""
+        """List the workers that ended. A lost host's workers count as ended: they end with their agent."""
         state = self._state
         exits = [] if state is None else list(state.exits)
         if self.member.lost_because:
@@ -289,10 +293,11 @@ class GroupWorkers:
     def settle(self, seconds: float) -> None:
         """Wait until ranks that raised an exception have ended, and until each other host has shown that it is there.
 
-        On a busy host a rank that lost its peer may be gone before that peer, whose exception is the cause, is. And the
-        ranks of a host that vanished bring the others down before the kernel gives up the connection. Without the wait
-        for the hosts, a survivor's connection error would be announced as the cause. That wait costs nothing: the group
-        cannot be started again before the host is known to be gone.
+        The cause of a group's end must be known before it is announced. A rank that raised the
+        first exception may end after a peer that only lost its connection. And if a host vanishes,
+        the survivors fail before the kernel gives up the connection to its agent. Without the wait,
+        a survivor's connection error would be announced as the cause. The wait for hosts costs
+        nothing, because the group cannot start again before the host is known to be gone.
         """
         self._num_pings += 1
         for workers in self._remote:
@@ -310,7 +315,8 @@ class GroupWorkers:
     def drain(self, seconds: float, impatient: Callable[[], bool]) -> None:
         """Ask all workers to finish their step and leave (SIGTERM), and wait `seconds` for it.
 
-        Returns early when one of them failed, since the others cannot finish without it, or when `impatient` says so.
+        Returns early when one of them failed, since the others cannot finish without it, or when
+        `impatient` says so.
         """
         for workers in self._remote:
             workers.member.line.send(Leave())
@@ -336,7 +342,8 @@ class GroupWorkers:
             time.sleep(_POLL_SECONDS)
         for workers in self._remote:
             if self._hosts is not None and not workers.is_over:
-                # Its agent is stopped (SIGSTOP), or a worker cannot be killed. The group goes on without this host.
+                # Its agent is stopped (SIGSTOP), or a worker cannot be killed. The group continues
+                # without this host.
                 self._hosts.give_up(workers.member, "it does not end its workers")
         exits = self.exits()
         self._store.close()
