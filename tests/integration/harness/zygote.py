@@ -28,7 +28,12 @@ from titan_ft.launch.group.forks import fork_module, preload
 from titan_ft.launch.group.worker_group import open_log
 
 CONFIG = Path(__file__).parents[3] / "configs" / "llama3_debug.toml"
-IMPORTED_BY_HOOKS = ("harness.events", "harness.mask", "titan_ft.chaos.inside.target_worker", "titan_ft.semi_sync")
+IMPORTED_BY_HOOKS = (
+    "harness.events",
+    "harness.mask",
+    "titan_ft.chaos.inside.target_worker",
+    "titan_ft.training.local_training",
+)
 """Imported once, and not by each worker."""
 
 
