@@ -87,17 +87,8 @@ def test_nothing_is_checked_when_disabled() -> None:
             "fault_tolerance.min_replica_size must be <= group_size (4), got 6; lower it, or raise group_size",
         ),
         (
-            {"group_size": 0},
-            "fault_tolerance.group_size must be >= 1, got 0; set it to the number of replica groups",
-        ),
-        (
             {"replica_id": 2},
             "fault_tolerance.replica_id must be < group_size (2), got 2; number the groups from 0, or raise group_size",
-        ),
-        (
-            {"optimizer.early_step_in_backward": True},
-            "optimizer.early_step_in_backward is not supported yet (an update must wait for the vote) and must be "
-            "false, got True; set optimizer.early_step_in_backward = false",
         ),
         (
             {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 1},
