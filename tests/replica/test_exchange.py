@@ -813,12 +813,15 @@ def test_a_broken_quantized_exchange_is_repeated_with_the_same_bytes(ring: Ring)
     survivors, lost = ranks[:2], ranks[2]
     exchange_all(ring, ranks)  # so that something is left
     payloads = [note_payloads(rank) for rank in survivors]
-    gather, left = lost.seat.process_group.allgather, len(lost.exchange._buckets)
+    gather, num_buckets = lost.seat.process_group.allgather, len(lost.exchange._buckets)
+    left = num_buckets
 
     def die(*arguments: Any) -> Any:
         nonlocal left
         left -= 1
         if not left:
+            # An abort before the survivors come to their last bucket would break them off in an earlier one.
+            wait_until(lambda: all(len(sent) == num_buckets for sent in payloads), "the survivors give their last")
             lost.seat.process_group.abort()
             raise RuntimeError("dead")
         return gather(*arguments)
