@@ -13,6 +13,7 @@ Requests come as JSON lines on stdin, answers go as JSON lines to stdout; the pr
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -28,13 +29,7 @@ from titan_ft.launch.group.forks import fork_module, preload
 from titan_ft.launch.group.worker_group import open_log
 
 CONFIG = Path(__file__).parents[3] / "configs" / "llama3_debug.toml"
-IMPORTED_BY_HOOKS = (
-    "harness.events",
-    "harness.mask",
-    "titan_ft.chaos.inside.target_worker",
-    "titan_ft.training.local_training",
-)
-"""Imported once, and not by each worker."""
+HOOKS = Path(__file__).with_name("hooks.py")
 
 
 class Zygote:
@@ -124,8 +119,9 @@ def main() -> None:
     obstacle = preload("titan_ft.train", [f"--job.config_file={CONFIG}"])
     assert not obstacle, obstacle
     importlib.import_module("titan_ft.launch.lighthouse")
-    for name in IMPORTED_BY_HOOKS:
-        importlib.import_module(name)
+    for node in ast.parse(HOOKS.read_text()).body:  # all that the hooks import: once, and not by each worker
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            importlib.import_module(node.module)
     zygote = Zygote(answers)
     os.write(answers, b'{"ready": true}\n')
     zygote.serve()
