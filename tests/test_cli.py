@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli
@@ -16,9 +19,11 @@ import yaml
 
 from titan_ft.cli.command_line import example_of, parse, read_options
 from titan_ft.cli.main import main
+from titan_ft.cli.read_record import read_record
 from titan_ft.cluster.group import find_ranks_per_node
 from titan_ft.config import ConfigError, FaultTolerance
 from titan_ft.data.assets import find_config
+from titan_ft.history.record import RunRecord
 from titan_ft.options import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -396,3 +401,21 @@ def test_ctrl_c_during_imports_is_no_traceback(name: str, tmp_path: Path) -> Non
     command = [sys.executable, "-c", code, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collector_rests_while_a_record_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Of a long run it took a quarter of the time; afterwards it is on again, also after a folder without events."""
+    seen = []
+
+    def read(folder: Path, *, whole: bool) -> SimpleNamespace:
+        seen.append(gc.isenabled())
+        return SimpleNamespace(events=[] if fails else [folder])
+
+    monkeypatch.setattr(RunRecord, "read", read)
+    with pytest.raises(ConfigError) if fails else contextlib.nullcontext():
+        read_record(tmp_path)
+    assert seen == [False]
+    assert gc.isenabled()

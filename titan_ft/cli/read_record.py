@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 from titan_ft.config import ConfigError
@@ -19,7 +22,8 @@ def read_record(run_dir: Path, *, whole: bool = False) -> RunRecord:
         ValueError: one of the files is damaged; says which line, and what to do.
     """
     try:
-        record = RunRecord.read(RunPaths(run_dir).events, whole=whole)
+        with _without_collector():
+            record = RunRecord.read(RunPaths(run_dir).events, whole=whole)
     except OSError as error:
         what = "a file of events" if str(error.filename).endswith(".jsonl") else "a folder with events"
         raise ValueError(f"{error.filename} must be {what}, got {error.strerror}; mend or remove it") from error
@@ -31,3 +35,15 @@ def read_record(run_dir: Path, *, whole: bool = False) -> RunRecord:
             f"RUN_DIR must be the folder of a run, got {run_dir}; it has no events (events/*.jsonl): give {below}"
         )
     return record
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the collector from walking millions of events again and again while they are read: none of them goes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
