@@ -1,0 +1,339 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The states of a heal: which transition leads where, and what makes an attempt void."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from titan_ft.protocol.healing import (
+    MAX_PAUSE_SECONDS,
+    NO_OFFER,
+    Healing,
+    Offer,
+    OutdatedError,
+    Phase,
+    VoidError,
+    choose_offer,
+    rotate,
+)
+from titan_ft.protocol.row import Standing
+
+FROM_STEP, LINEAGE, DIGEST = 5, 100, 77
+OFFER = Offer((0, 1, 3), FROM_STEP, LINEAGE, 0)
+
+
+def asking(**changes: int) -> Healing:
+    """Return a heal of group 2 that has just begun."""
+    return replace(Healing(max_queued=4, last_donor=2), **changes)
+
+
+def fetching(**changes: int) -> Healing:
+    """Return one whose offered state is on its way."""
+    return replace(asking().take(OFFER, 8), **changes)
+
+
+def replaying(updates: int = 0) -> Healing:
+    """Return one whose state is confirmed and loaded, with `updates` in the queue."""
+    healing = replace(fetching(), digest=DIGEST).note_fetched().load()
+    for number in range(updates):
+        healing = healing.queue(FROM_STEP + 1 + number, LINEAGE + number, LINEAGE + number + 1)
+    return healing
+
+
+# The way in
+
+
+def test_the_way_in() -> None:
+    """Ask, fetch, compare, load, replay the queue, and hold the job's state."""
+    healing = asking()
+    assert (healing.phase, healing.standing, healing.donor) == (Phase.ASKING, Standing.BEHIND, -1)
+    healing = healing.take(OFFER, 8)
+    assert (healing.phase, healing.standing, healing.donors) == (Phase.FETCHING, Standing.CATCHING_UP, (3, 0, 1))
+    healing = healing.hold_against(FROM_STEP, LINEAGE, DIGEST, own_digest=0)
+    healing = healing.queue(6, LINEAGE, 101).queue(7, 101, 102)
+    assert healing.target_step == 7
+    healing = healing.note_fetched()
+    assert (healing.phase, healing.standing) == (Phase.REPLAYING, Standing.CATCHING_UP)
+    assert not healing.may_finish
+    healing = healing.load()
+    assert not healing.may_finish, "two updates are left, and the holders apply one now"
+    healing = healing.replay()
+    assert healing.may_finish
+    healing = healing.replay().finish()
+    assert (healing.phase, healing.standing, healing.donor) == (Phase.READY, Standing.READY, -1)
+
+
+@pytest.mark.parametrize(
+    "transition",
+    [
+        lambda: fetching().take(OFFER, 8),
+        lambda: asking().note_fetched(),
+        lambda: asking().queue(6, LINEAGE, 101),
+        lambda: asking().let_others_wait(),
+        lambda: asking().fail(),
+        lambda: fetching().load(),
+        lambda: fetching().replay(),
+        lambda: replaying().replay(),
+        lambda: replaying().note_fetched(),
+        lambda: replaying(1).finish(),
+        lambda: fetching().finish(),
+        lambda: replace(replaying(), digest=0).finish(),
+        lambda: replace(replaying(1), is_loaded=False).replay(),
+        lambda: Healing(Phase.READY).fail(),
+    ],
+)
+def test_what_is_no_transition(transition: Callable[[], Healing]) -> None:
+    """No phase is left out: nothing is the job's state that is not fetched, confirmed, loaded and replayed."""
+    with pytest.raises(AssertionError):
+        transition()
+
+
+@pytest.mark.parametrize(
+    ("confirmed", "loaded", "queued", "may"),
+    [
+        (True, True, 1, True),
+        (True, True, 0, True),
+        (True, True, 2, False),
+        (True, False, 0, False),
+        (False, True, 0, False),
+    ],
+)
+def test_what_a_ready_group_has(confirmed: bool, loaded: bool, queued: int, may: bool) -> None:
+    """A confirmed and loaded state, with one update to apply at most: that which the holders apply now."""
+    healing = replace(replaying(queued), digest=DIGEST if confirmed else 0, is_loaded=loaded)
+    assert healing.may_finish is may
+
+
+# The bytes
+
+
+def test_a_round_with_all_digests_confirms_the_state() -> None:
+    """Before or after it is loaded."""
+    assert fetching().hold_against(FROM_STEP, LINEAGE, DIGEST, 0).digest == DIGEST
+    loaded = fetching().note_fetched().load()
+    assert loaded.hold_against(FROM_STEP, LINEAGE, DIGEST, DIGEST).digest == DIGEST
+
+
+@pytest.mark.parametrize(
+    ("step", "lineage", "digest"), [(6, LINEAGE, DIGEST), (FROM_STEP, 99, DIGEST), (FROM_STEP, LINEAGE, 0)]
+)
+def test_a_state_that_no_round_confirms_is_void(step: int, lineage: int, digest: int) -> None:
+    """The holders have another one, or not all of them have shown theirs: no donor is at fault."""
+    with pytest.raises(OutdatedError):
+        fetching().hold_against(step, lineage, digest, 0)
+
+
+def test_bytes_that_the_holders_do_not_show_are_void() -> None:
+    """That is no matter of time: some donor gave them."""
+    with pytest.raises(VoidError) as caught:
+        fetching().note_fetched().load().hold_against(FROM_STEP, LINEAGE, DIGEST, DIGEST + 1)
+    assert not isinstance(caught.value, OutdatedError)
+
+
+def test_a_confirmed_state_is_void_when_the_holders_have_a_later_one() -> None:
+    """One that the queue does not lead to."""
+    healing = replaying(2)
+    assert healing.hold_against(FROM_STEP + 2, LINEAGE, 0, 0) is healing
+    with pytest.raises(OutdatedError, match="have made an update since"):
+        healing.hold_against(FROM_STEP + 3, LINEAGE, 0, 0)
+
+
+def test_who_fetches_nothing_has_nothing_to_compare() -> None:
+    """A round says nothing to a group that asks."""
+    assert asking().hold_against(9, 9, 9, 9) == asking()
+
+
+# The queue
+
+
+def test_updates_queue_in_order() -> None:
+    """Each is made on the one before; the first one on the fetched state."""
+    healing = fetching().queue(6, LINEAGE, 101).queue(7, 101, 102)
+    assert (healing.queued, healing.target_step, healing.is_full) == ((101, 102), 7, False)
+    assert healing.queue(8, 102, 103).queue(9, 103, 104).is_full
+
+
+@pytest.mark.parametrize(
+    ("step", "base"),
+    [
+        (9, 102),  # one was missed
+        (8, 302),  # the number follows, the state does not
+        (5, 99),  # the fetched step was made again
+    ],
+)
+def test_an_update_that_does_not_follow_is_void(step: int, base: int) -> None:
+    """What would be replayed would make bytes that nobody else has."""
+    with pytest.raises(OutdatedError, match=f"missed an update before update {step}"):
+        fetching().queue(6, LINEAGE, 101).queue(7, 101, 102).queue(step, base, 1)
+
+
+@pytest.mark.parametrize(("step", "base"), [(7, 101), (6, 99)])
+def test_the_first_update_follows_the_fetched_state(step: int, base: int) -> None:
+    """Also when the state is there."""
+    for healing in (fetching(), replaying()):
+        with pytest.raises(OutdatedError):
+            healing.queue(step, base, 1)
+
+
+def test_an_update_that_nobody_else_committed_is_replaced() -> None:
+    """The others made it again; what was built on it is void."""
+    healing = fetching().queue(6, LINEAGE, 101).queue(7, 101, 102).queue(8, 102, 103)
+    again = healing.queue(7, 101, 202)
+    assert (again.queued, again.target_step) == ((101, 202), 7)
+    assert again.queue(8, 202, 203).queued == (101, 202, 203)
+
+
+def test_a_replayed_update_cannot_be_replaced() -> None:
+    """It is in the state."""
+    healing = replaying(3).replay().replay()
+    assert healing.num_remaining == 1
+    assert healing.queue(8, 102, 203).queued == (101, 102, 203)
+    with pytest.raises(OutdatedError):
+        healing.queue(7, 101, 202)
+
+
+def test_who_waits_is_let_go() -> None:
+    """With the state, or with the last update that is left to replay."""
+    assert fetching().let_others_wait().others_wait
+    assert not fetching().let_others_wait().note_fetched().others_wait
+    assert not replaying(2).let_others_wait().let_others_go_on().others_wait
+
+
+# Another attempt
+
+
+def test_an_outdated_state_counts_as_no_failure() -> None:
+    """All donors may give the next one, at once."""
+    healing = fetching().queue(6, LINEAGE, 101).lapse()
+    assert (healing.phase, healing.failures, healing.pause_seconds) == (Phase.ASKING, 0, 0.0)
+    assert (healing.queued, healing.from_step, healing.digest, healing.donor) == ((), 0, 0, -1)
+    assert healing.max_queued == 4
+    assert len(healing.take(OFFER, 8).donors) == 3
+
+
+def test_a_state_is_renewed_once() -> None:
+    """The heal remembers that, over further failures."""
+    assert fetching().renew().is_renewed
+    assert fetching().renew().take(OFFER, 8).fail().is_renewed
+    assert not fetching().fail().is_renewed
+
+
+def test_after_a_failure_one_donor_gives_and_then_the_next() -> None:
+    """If several gave wrong bytes together nobody could say which one did."""
+    healing, named = fetching(), []
+    for _ in range(4):
+        healing = healing.fail().take(OFFER, 8)
+        named.append(healing.donors)
+    assert named == [(0,), (1,), (3,), (0,)]
+
+
+def test_pauses_between_attempts_double_in_seconds() -> None:
+    """Each attempt costs its donors a copy. The first repetition begins at once."""
+    healing, pauses = fetching(), []
+    for _ in range(10):
+        healing = healing.fail()
+        pauses.append(healing.pause_seconds)
+        healing = healing.take(OFFER, 8)
+    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, MAX_PAUSE_SECONDS, MAX_PAUSE_SECONDS, MAX_PAUSE_SECONDS]
+
+
+@pytest.mark.parametrize(("most", "donors"), [(1, (3,)), (2, (3, 0)), (8, (3, 0, 1))])
+def test_as_many_give_a_part_as_may(most: int, donors: tuple[int, ...]) -> None:
+    """Each joiner begins with the first slot above its own, so that joiners are spread over the donors."""
+    assert asking().take(OFFER, most).donors == donors
+    assert asking(last_donor=0).take(OFFER, 1).donors == (1,)
+
+
+def test_another_donor_is_named_when_the_named_one_is_gone() -> None:
+    """And the next attempt begins after that one."""
+    healing = fetching().follow(1)
+    assert (healing.donor, healing.donors) == (1, (1, 3, 0))
+    assert healing.fail().take(OFFER, 8).donors == (3,)
+
+
+# Offers
+
+
+def test_the_state_that_most_offer_is_chosen() -> None:
+    """Of equally many the later one; with all that offer it."""
+    offers = [Offer((0,), 5, 1, 0), Offer((1,), 6, 2, 0, 40), Offer((2,), 6, 2, 0), Offer((3,), 7, 3, 0)]
+    assert choose_offer(offers) == Offer((1, 2), 6, 2, 0, 40)
+    assert choose_offer([offers[0], offers[3]]).step == 7
+    assert choose_offer([]) == NO_OFFER
+
+
+def test_slots_go_around() -> None:
+    """From the first one above."""
+    assert rotate([3, 0, 1], after=0) == (1, 3, 0)
+    assert rotate([3, 0, 1], after=3) == (0, 1, 3)
+    assert rotate([], after=3) == ()
+
+
+# Any order of events
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_order_of_events_makes_another_state_the_jobs(seed: int) -> None:
+    """Holders commit, make updates again, and rounds break; transfers fail or bring wrong bytes; donors die.
+
+    Whatever comes: a group that is ready holds the holders' bytes, its queue is bounded while nobody waits, and every
+    update after the fetched state is in the replay once and in order.
+    """
+    draw = random.Random(seed)
+    history = [1000]  # the holders' lineage after each update
+    shows = True  # whether all holders show their digest in the next round
+    healing = Healing(max_queued=draw.randint(1, 5), last_donor=2)
+    state: list[int] = []  # lineages that the group's own state went through
+    bytes_right = True
+    for _ in range(200):
+        if healing.phase is Phase.READY:
+            break
+        try:
+            if healing.phase is Phase.ASKING and draw.random() < 0.7:
+                step = len(history) - 1
+                lineage = history[-1] if draw.random() < 0.9 else 7
+                healing = healing.take(Offer((0, 1, 3), step, lineage, 0), 2)
+                bytes_right = draw.random() < 0.8
+            elif healing.phase is Phase.FETCHING and draw.random() < 0.4:
+                healing = healing.fail() if draw.random() < 0.3 else healing.note_fetched()
+            if healing.phase is Phase.REPLAYING and not healing.is_loaded and draw.random() < 0.5:
+                healing, state = healing.load(), [healing.lineage]
+                if healing.digest and not bytes_right:
+                    raise VoidError
+            if healing.phase is Phase.REPLAYING and healing.is_loaded and healing.num_remaining > 1:
+                state.append(healing.queued[healing.num_replayed])
+                healing = healing.replay()
+            # A round
+            is_broken, shows = draw.random() < 0.1, draw.random() < 0.8
+            if not is_broken:
+                step, digest = len(history) - 1, 10_000 + history[-1]
+                own = digest if bytes_right and state[-1:] == history[-1:] else 1
+                healing = healing.hold_against(step, history[-1], digest if shows else 0, own)
+            if not healing.others_wait and draw.random() < 0.8:
+                base, lineage = history[-1], draw.randint(1001, 10**6)
+                history.append(lineage)
+                if healing.phase in (Phase.FETCHING, Phase.REPLAYING) and not is_broken:
+                    healing = healing.queue(len(history) - 1, base, lineage)
+                    if healing.is_full and healing.phase is Phase.FETCHING:
+                        healing = healing.let_others_wait()
+            if healing.may_finish:
+                if healing.num_remaining:
+                    state.append(healing.queued[healing.num_replayed])
+                    healing = healing.replay()
+                assert healing.target_step <= len(history) - 1
+                assert healing.digest == 10_000 + healing.lineage
+                assert bytes_right, "nobody is ready with bytes that no round has shown"
+                first = healing.from_step
+                assert state == history[first : healing.target_step + 1]
+                healing = healing.finish()
+        except OutdatedError:
+            healing = healing.lapse()
+        except VoidError:
+            healing = healing.fail()
+        if healing.phase is Phase.FETCHING:
+            assert len(healing.queued) <= healing.max_queued

@@ -1,0 +1,284 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The states of a heal and its transitions: pure values, equal on all ranks of a group.
+
+    phase      the group ...                                      ends with
+    ASKING     has no state, and asks holders for an offer        `take`
+    FETCHING   fetches an offered state, and queues updates       `note_fetched`
+    REPLAYING  loads the state and replays the queued updates     `finish`
+    READY      holds the job's state
+
+`lapse`, `renew` and `fail` lead back to ASKING. The next exchange with the group in it confirms the bytes: its holders
+show their digests, and `hold_against` compares them. No other event makes a fetched state the job's.
+
+`engine/heal.py` acts on this: threads, memory and clocks are there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from titan_ft.protocol.row import Standing
+
+FIRST_PAUSE_SECONDS = 1.0  # before the third attempt of a heal; the second one begins at once
+MAX_PAUSE_SECONDS = 64.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A state that groups hold until their next update.
+
+    Attributes:
+        slots: of the groups; empty = nobody offers a state.
+        step, lineage: of the state.
+        digest: of its bytes, if all holders have compared them; 0 = the next exchange must confirm the bytes.
+        milliseconds: duration of the first group's last step; 0 = unknown.
+    """
+
+    slots: tuple[int, ...]
+    step: int
+    lineage: int
+    digest: int
+    milliseconds: int = 0
+
+
+NO_OFFER = Offer((), 0, 0, 0)
+
+
+def choose_offer(offers: Sequence[Offer]) -> Offer:
+    """Return the state that most groups offer, the later one of two, with the slots of all that offer it."""
+    if not offers:
+        return NO_OFFER
+    counts = Counter((offer.step, offer.lineage) for offer in offers)
+    chosen = max(counts, key=lambda state: (counts[state], state[0]))
+    alike = [offer for offer in offers if (offer.step, offer.lineage) == chosen]
+    slots = tuple(slot for offer in alike for slot in offer.slots)
+    return replace(alike[0], slots=slots)
+
+
+def rotate(slots: Sequence[int], after: int) -> tuple[int, ...]:
+    """Return `slots` in ascending order, from the first one above `after` and around."""
+    return tuple(sorted(slots, key=lambda slot: (slot <= after, slot)))
+
+
+class Phase(enum.Enum):
+    """See the module's table."""
+
+    ASKING = enum.auto()
+    FETCHING = enum.auto()
+    REPLAYING = enum.auto()
+    READY = enum.auto()
+
+
+class VoidError(Exception):
+    """The state that is fetched is not the one that the holders have."""
+
+
+class OutdatedError(VoidError):
+    """The holders went on without this group: a newer state is needed, and no donor is at fault."""
+
+
+@dataclass(frozen=True)
+class Healing:
+    """Where a heal is.
+
+    Attributes:
+        max_queued: updates that may be queued.
+        failures: attempts of this heal that failed.
+        is_renewed: a newer state was fetched once because the queue was full.
+        last_donor: slot of the donor that the latest attempt named; before the first attempt, this group's own slot.
+        donors: slots that the state comes from. The first one is named in the group's row.
+        from_step, lineage, digest: of the fetched state; digest 0 = the bytes are not confirmed.
+        is_loaded: the fetched state has replaced this group's own.
+        queued: lineages of the states after each queued update.
+        num_replayed: queued updates that the loaded state has.
+        others_wait: the other groups hold back their next update.
+    """
+
+    phase: Phase = Phase.ASKING
+    max_queued: int = 1
+    failures: int = 0
+    is_renewed: bool = False
+    last_donor: int = -1
+    donors: tuple[int, ...] = ()
+    from_step: int = 0
+    lineage: int = 0
+    digest: int = 0
+    is_loaded: bool = False
+    queued: tuple[int, ...] = ()
+    num_replayed: int = 0
+    others_wait: bool = False
+
+    # What follows from the state
+
+    @property
+    def standing(self) -> Standing:
+        """Return what the group's row shows."""
+        if self.phase is Phase.ASKING:
+            return Standing.BEHIND
+        return Standing.READY if self.phase is Phase.READY else Standing.CATCHING_UP
+
+    @property
+    def donor(self) -> int:
+        """Return the slot of the named donor; -1 = none."""
+        return self.donors[0] if self.donors else -1
+
+    @property
+    def target_step(self) -> int:
+        """Return the committed updates of the state after the replay."""
+        return self.from_step + len(self.queued)
+
+    @property
+    def num_remaining(self) -> int:
+        """Return the queued updates that are not replayed."""
+        return len(self.queued) - self.num_replayed
+
+    @property
+    def is_full(self) -> bool:
+        """True if no more updates may be queued."""
+        return len(self.queued) >= self.max_queued
+
+    @property
+    def may_finish(self) -> bool:
+        """True if the group is ready after the last queued update, which it applies together with the holders."""
+        confirmed = self.phase is Phase.REPLAYING and self.is_loaded and self.digest != 0
+        return confirmed and self.num_remaining <= 1
+
+    @property
+    def pause_seconds(self) -> float:
+        """Return how long to ask nobody after the latest failure. Each attempt costs its donors a copy."""
+        if self.failures <= 1:
+            return 0.0
+        return min(FIRST_PAUSE_SECONDS * 2.0 ** (self.failures - 2), MAX_PAUSE_SECONDS)
+
+    def choose_donors(self, slots: Sequence[int], max_donors: int) -> tuple[int, ...]:
+        """Return the groups to fetch from, out of those that offer the same state.
+
+        Several joiners begin with different donors. After a failure it is one donor: of several that gave wrong bytes
+        together, nobody knows which one did.
+        """
+        return rotate(slots, self.last_donor)[: 1 if self.failures else max_donors]
+
+    # Transitions
+
+    def take(self, offer: Offer, max_donors: int, *, others_wait: bool = False) -> Healing:
+        """Begin to fetch an offered state."""
+        self._expect(Phase.ASKING)
+        donors = self.choose_donors(offer.slots, max_donors)
+        return replace(
+            self,
+            phase=Phase.FETCHING,
+            last_donor=donors[0],
+            donors=donors,
+            from_step=offer.step,
+            lineage=offer.lineage,
+            digest=offer.digest,
+            others_wait=others_wait,
+        )
+
+    def follow(self, donor: int) -> Healing:
+        """Name another donor: the one that was named is gone, and a later joiner must leave this one alone."""
+        self._expect(Phase.FETCHING)
+        others = tuple(slot for slot in self.donors if slot != donor)
+        return replace(self, last_donor=donor, donors=(donor, *others))
+
+    def note_fetched(self) -> Healing:
+        """All ranks of the group have their part of the state."""
+        self._expect(Phase.FETCHING)
+        return replace(self, phase=Phase.REPLAYING, others_wait=False)
+
+    def load(self) -> Healing:
+        """The fetched state is this group's."""
+        self._expect(Phase.REPLAYING)
+        return replace(self, is_loaded=True)
+
+    def hold_against(self, step: int, lineage: int, digest: int, own_digest: int) -> Healing:
+        """Compare the fetched state with the one that the holders show in a round.
+
+        Args:
+            digest: that all holders show alike; 0 = not all of them took it.
+            own_digest: of the loaded state; ignored before it is loaded.
+
+        Raises:
+            OutdatedError: the holders' state is a later or another one, or they did not compare it.
+            VoidError: the loaded bytes are not the holders'.
+        """
+        if self.phase is Phase.ASKING:
+            return self
+        if self.digest:
+            # Known now, not with the holders' next update: a round of several steps may last an hour.
+            if step > self.target_step:
+                raise OutdatedError("the others have made an update since")
+            return self
+        if not digest or (step, lineage) != (self.from_step, self.lineage):
+            raise OutdatedError("the state that was offered is not the one that the holders agree on")
+        if self.is_loaded and own_digest != digest:
+            raise VoidError("the state that was offered is not the one that the holders agree on")
+        return replace(self, digest=digest)
+
+    def queue(self, step: int, base: int, lineage: int) -> Healing:
+        """Queue update `step`, which makes the state `lineage` of the state `base`.
+
+        An update that nobody committed comes again under the same number, and replaces the first one.
+
+        Raises:
+            OutdatedError: an update was missed, or the holders did not commit one that is queued.
+        """
+        self._expect(Phase.FETCHING, Phase.REPLAYING)
+        place = step - self.from_step - 1
+        if not self.num_replayed <= place <= len(self.queued):
+            raise OutdatedError(f"missed an update before update {step}")
+        if base != (self.queued[place - 1] if place else self.lineage):
+            raise OutdatedError(f"missed an update before update {step}")
+        return replace(self, queued=(*self.queued[:place], lineage))
+
+    def replay(self) -> Healing:
+        """Apply the next queued update."""
+        self._expect(Phase.REPLAYING)
+        assert self.is_loaded, "the fetched state is loaded before an update is replayed"
+        assert self.num_remaining > 0, "no update is left to replay"
+        return replace(self, num_replayed=self.num_replayed + 1)
+
+    def let_others_wait(self) -> Healing:
+        """Ask the other groups to hold back their next update."""
+        self._expect(Phase.FETCHING, Phase.REPLAYING)
+        return replace(self, others_wait=True)
+
+    def let_others_go_on(self) -> Healing:
+        """Ask for the update that the other groups hold back."""
+        self._expect(Phase.REPLAYING)
+        return replace(self, others_wait=False)
+
+    def finish(self) -> Healing:
+        """Hold the job's state."""
+        assert self.may_finish, "the state is confirmed, loaded and replayed before it is the job's"
+        assert self.num_remaining == 0, "an update is left to replay"
+        return Healing(Phase.READY)
+
+    def roll_back(self) -> Healing:
+        """Hold this group's own state: it is the latest one that is left."""
+        return Healing(Phase.READY)
+
+    def lapse(self) -> Healing:
+        """Give up a state that the holders have left behind; it counts as no failure."""
+        self._expect(Phase.FETCHING, Phase.REPLAYING)
+        return Healing(
+            max_queued=self.max_queued,
+            failures=self.failures,
+            is_renewed=self.is_renewed,
+            last_donor=self.last_donor,
+        )
+
+    def renew(self) -> Healing:
+        """Give up a transfer for that of a newer state: the queue is full."""
+        return replace(self.lapse(), is_renewed=True)
+
+    def fail(self) -> Healing:
+        """Give up a transfer that failed, or brought wrong bytes."""
+        return replace(self.lapse(), failures=self.failures + 1)
+
+    def _expect(self, *phases: Phase) -> None:
+        assert self.phase in phases, f"not a transition of {self.phase.name}"
