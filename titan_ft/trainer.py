@@ -349,7 +349,7 @@ class ReplicaTrainer(Trainer):
         if self._position.leaving:
             raise Leaving
         if config.group_size > 1 and config.heal_donors != 1:  # with 1, groups may share a host without room for it
-            strategy.state.reserve(self._group.gather)
+            strategy.state.reserve()
         replica.offer()
         if strategy.meet_after_update():
             self._heal(replica)

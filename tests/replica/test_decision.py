@@ -23,7 +23,6 @@ from titan_ft.protocol.decision import (
     Commit,
     Discard,
     Done,
-    Fetch,
     Force,
     GiveUp,
     Heal,
@@ -35,7 +34,7 @@ from titan_ft.protocol.decision import (
     TakeOver,
     Wait,
     decide,
-    find_donors,
+    find_first_donors,
     is_update,
     judge,
     uncovered,
@@ -347,37 +346,29 @@ def test_a_group_that_has_finished_stays_for_those_that_need_it() -> None:
 # A group that heals
 
 
-def test_a_joiner_fetches_from_all_that_hold_the_state_its_donor_first() -> None:
-    """Unless it fetches already."""
+def test_a_group_that_heals_makes_round_after_round() -> None:
+    """Whether it asks or fetches: no round sends it anywhere."""
     position = Position(standing=Standing.BEHIND)
-    assert decide(position, made_of([behind(0), ready(1), ready(2)]), config()) == Fetch((1, 2))
+    assert decide(position, made_of([behind(0), ready(1), ready(2)]), config()) == Repeat()
     fetching = Position(standing=Standing.CATCHING_UP, donor=2)
     rows = [Row(slot=0, standing=Standing.CATCHING_UP, step=0, donor=2), ready(1), ready(2)]
     assert decide(fetching, made_of(rows), config()) == Repeat()
 
 
 @pytest.mark.parametrize(
-    ("changes", "joiner", "found"),
+    ("joiners", "first"),
     [
-        ({}, {}, (1, 2, 3)),
-        ({"heal_donors": 2}, {}, (1, 2)),
-        ({"heal_donors": 1}, {}, (1,)),
-        ({"heal_donors": 0}, {}, (1, 2, 3)),
-        ({}, {"heals": 1}, (2,)),  # nobody could tell which of several had given wrong bytes
-        ({"semi_sync_method": "diloco"}, {}, (1,)),  # each has moments of its own
+        ([], set()),
+        ([behind(0)], {1}),
+        ([behind(2), behind(0)], {3, 1}),
+        ([behind(5)], {1}),
+        ([behind(0, standing=Standing.CATCHING_UP, donor=3)], set()),  # it has one
     ],
 )
-def test_how_many_give_a_part(changes: dict[str, Any], joiner: dict[str, Any], found: tuple[int, ...]) -> None:
-    """As many as `heal_donors`, none that another group fetches from, and one where states may differ."""
-    other = Row(slot=4, standing=Standing.CATCHING_UP, step=0, donor=5)
-    rows = [behind(0, **joiner), ready(1), ready(2), ready(3), other, ready(5)]
-    assert find_donors(made_of(rows), config(size=6, **changes)) == {0: found}
-
-
-def test_joiners_of_one_round_fetch_from_the_same_groups() -> None:
-    """They all copy the state of this round; each joiner begins with another one."""
-    rows = [behind(0), behind(1), ready(2), ready(3), ready(4)]
-    assert find_donors(made_of(rows), config(size=5)) == {0: (2, 3, 4), 1: (3, 4, 2)}
+def test_who_asks_for_the_state_asks_the_next_holder_first(joiners: list[Row], first: set[int]) -> None:
+    """By slots, and around: as `Healing.choose_donors` has it."""
+    assert find_first_donors(made_of([ready(1), ready(3), ready(4), *joiners])) == first
+    assert find_first_donors(made_of([behind(6), *joiners])) == set(), "nobody holds the state"
 
 
 def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
@@ -459,7 +450,7 @@ def position_of(row: Row) -> Position:
 @settings(max_examples=400, deadline=None)
 @given(rows_of_a_job())
 def test_the_verdict_is_about_one_state(rows: list[Row]) -> None:
-    """Holders share step, history and bytes; all other claims are strays; donors have shown those bytes."""
+    """Holders share step, history and bytes; all other claims are strays; only holders offer."""
     verdict = judge(rows, [[row.slot] if row.valid_tokens else [] for row in rows])
     claims = {rank for rank, row in enumerate(rows) if row.has_state}
     assert set(verdict.holders) | set(verdict.strays) == claims
@@ -467,8 +458,7 @@ def test_the_verdict_is_about_one_state(rows: list[Row]) -> None:
     assert len({(rows[rank].step, rows[rank].lineage) for rank in verdict.holders}) <= 1
     assert {rows[rank].digest for rank in verdict.holders} <= {0, verdict.digest}
     assert set(verdict.contributors) <= set(verdict.ready) <= set(verdict.holders)
-    assert all(rows[donor].digest == verdict.digest != 0 for donor in verdict.donors.values())
-    assert set(verdict.donors.values()) <= set(verdict.holders)
+    assert set(verdict.offering) <= set(verdict.holders)
     assert set(verdict.corrupt) <= set(verdict.strays)
     assert bool(verdict.holders) or verdict.tie or not claims
     assert verdict.valid_tokens == sum(rows[rank].valid_tokens for rank in verdict.contributors)
@@ -561,13 +551,13 @@ def test_a_clock_that_decides_is_gathered() -> None:
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".gather")
     ]
     inside = {child for call in gathered for child in ast.walk(call)}
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_note_lateness"]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "note_lateness"]
     inside |= {child for function in functions for child in ast.walk(function)}
     compared = [
         node for node in ast.walk(tree) if isinstance(node, ast.Compare) and "time.monotonic" in ast.unparse(node)
     ]
     asked = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and "_note_lateness" in ast.unparse(node.func)
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and "note_lateness" in ast.unparse(node.func)
     ]
     assert len(compared) == 2
     assert len(asked) == 1

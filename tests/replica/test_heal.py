@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +18,9 @@ from titan_ft.config import FaultTolerance
 from titan_ft.engine import heal
 from titan_ft.engine.catch_up import CatchUp, Fetched
 from titan_ft.engine.heal import Heal
-from titan_ft.engine.offer import Offer
 from titan_ft.protocol.decision import ALONE_SECONDS, Broken, Round, Update, judge
 from titan_ft.protocol.errors import JobLostError, Leaving
+from titan_ft.protocol.healing import NO_OFFER, Offer, Phase
 from titan_ft.protocol.ledger import Entry, Ledger
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.protocol.position import Position
@@ -69,23 +69,23 @@ def apply(value: int, gradient: int) -> int:
 
 
 class Search:
-    """Finds what it is told to, in its order."""
+    """Finds what the holders offer, as soon as it looks."""
 
-    def __init__(self) -> None:
-        self.found: list[Offer] = []
-        self.rests: list[float] = []
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.least_steps: list[int] = []
+        self.pauses: list[float] = []  # seconds
 
-    def begin(self) -> None:
-        pass
-
-    def rest(self, seconds: float) -> None:
-        self.rests.append(seconds)
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
 
     def wait(self, seconds: float) -> bool:
         return False  # none takes a while
 
-    def poll(self, beyond: int) -> Offer | None:
-        return self.found.pop(0) if self.found and self.found[0].step > beyond else None
+    def poll(self, least_step: int, after: int) -> Offer:
+        self.least_steps.append(least_step)
+        offer = self.world.find_offer()
+        return offer if offer.slots and offer.step >= least_step else NO_OFFER
 
 
 class World:
@@ -93,8 +93,9 @@ class World:
 
     Attributes:
         step: that the holders have.
-        fetches: (donor's rank, step) of each fetch.
-        donors: ranks of all that each fetch asks.
+        offers: whether they offer it.
+        fetches: (donor's slot, step) of each fetch.
+        donors: slots of all that each fetch asks.
         named_donors: the donor that its row names in each round; -1 = none.
         lose: donors that a fetch loses while the others go on, by place, and why.
         fetched: says what becomes of a fetch: the state, or an error.
@@ -107,10 +108,15 @@ class World:
         monkeypatch.setattr(heal, "fetch", self._fetch)
         self.free: int | None = 2**50  # bytes of the host's memory
         monkeypatch.setattr(heal, "free_bytes", lambda: self.free)
-        monkeypatch.setattr(heal, "ask_all", self._ask_all)
         self.step, self.lineage = 5, 55
         self.lineages = {5: 55}  # by step
-        self.holders = (0, 1)
+        self.holders: tuple[int, ...] = (0, 1)
+        self.offers = True
+        self.is_expected = False  # its former process, in the holders' exchange: it may ask before it has a quorum
+        self.has_met = False  # it has a quorum
+        self.offered: Offer | None = None  # instead of what they hold
+        self.milliseconds = 0  # that their last step took, as they say
+        self.step_lasts = False  # longer than a look at the attempt
         self.idle = False  # the holders make no update
         self.outsiders: list[int] = []
         self.broken: set[int] = set()  # numbers of rounds that break
@@ -130,8 +136,6 @@ class World:
         self.seconds = 0.0  # of the group's clock
         self.step_seconds = 0.0  # that the holders' steps take
         self.others_see: list[int] = []  # what other ranks of its group say of what is gathered next
-        self.early: Offer | None = None  # what members of its first quorum offer, both of them
-        self.error_elsewhere = False  # another rank of its group could not connect to them
         self.retracted = 0
         self.rooms: list[tuple[int, bool]] = []  # after how many rounds it took memory, and whether the others waited
         self.begun: list[int] = []  # after how many rounds it has said that it has something to finish
@@ -157,19 +161,21 @@ class World:
             apply=self._apply,
         )
 
-        self.search = Search()
+        self.semi = bool(config.get("semi_sync_method"))
+        self.search = Search(self)
         self.heal._search = self.search  # type: ignore[assignment]  # does what a heal asks of it
 
-    def offer(self, slot: int) -> Offer:
-        """Return what a holder offers."""
-        return Offer((slot,), self.step, self.lineage, self._digest(value_after(self.step)))
+    def find_offer(self) -> Offer:
+        """Return what the holders offer; with rounds of several steps they have compared it."""
+        if not (self.has_met or self.is_expected or self.semi):
+            return NO_OFFER
+        if self.offered is not None:
+            return self.offered
+        digest = self._digest(value_after(self.step)) if self.semi else 0
+        return Offer(self.holders if self.offers else (), self.step, self.lineage, digest, self.milliseconds)
 
     def named(self, name: str) -> list[Event]:
         return [event for event in self.events if event.name == name]
-
-    def offer_early(self, **changes: Any) -> None:
-        """Let the members of its first quorum offer their state while they compute the first step."""
-        self.early = replace(Offer((), self.step, self.lineage, 0, milliseconds=40_000), **changes)
 
     # The rounds
 
@@ -177,7 +183,7 @@ class World:
         pass
 
     def meet(self) -> Quorum:
-        self.others_see = [0] if self.error_elsewhere else []
+        self.has_met = True
         members = tuple(Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (*self.holders, 2))
         return Quorum("quorum 1", len(members) - 1, members, self.step)
 
@@ -185,7 +191,7 @@ class World:
         pass
 
     leads = True  # rank 0 of its group
-    met = False  # it has made no round yet
+    last: Round | None = None  # it has made no round yet
     awaited = True  # the quorum that it has asked for is there
     told_to_leave = False
     pauses = 0
@@ -204,9 +210,6 @@ class World:
 
     def find_addresses(self, slots: Sequence[int]) -> list[str]:
         return [str(slot) for slot in slots]
-
-    def peer_address(self, rank: int) -> str:
-        return str(rank)
 
     def find_outsiders(self, made: Round) -> list[int]:
         return self.outsiders
@@ -250,14 +253,15 @@ class World:
                 position.standing,
                 position.claim,
                 seen=max(position.seen, position.claim),
-                heals=position.heals,
                 donor=position.donor,
+                from_step=position.from_step,
                 awaited=int(position.awaited),
             )
         )
         entries = [] if self.idle else [Entry(slot, self.step, 1, b"") for slot in self.holders]
         made = Round(quorum, rows, judge(rows), entries, self)
         position.observe(made)
+        self.last = made
         if self.holders and not self.idle and not made.verdict.awaited:
             self.step += 1
             self.lineage = self.lineages[self.step] = made.update(GROUPS * TOKENS).lineage
@@ -270,7 +274,8 @@ class World:
 
     @property
     def under_way(self) -> bool:
-        return self.early is not None and self.made == 0
+        phase = self.heal._healing.phase
+        return (self.offers and phase is Phase.ASKING) or (self.step_lasts and phase is Phase.FETCHING)
 
     def keep_on_device(self) -> int:
         return 0
@@ -308,11 +313,6 @@ class World:
 
     def load(self, snapshot: Snapshot) -> None:
         self.value = int(snapshot.header)
-
-    def _ask_all(self, addresses: dict[int, Callable[[], str]], token: str, step: int) -> Offer:
-        assert self.early is not None
-        assert step == self.step
-        return replace(self.early, slots=tuple(addresses))
 
     def _apply(self, update: Update) -> None:
         assert isinstance(update.sums, Total)
@@ -381,6 +381,17 @@ def test_a_round_that_breaks_is_no_update(make: Callable[..., World]) -> None:
     assert world.applied == list(range(6, world.step + 1))
 
 
+def test_a_holder_that_has_made_no_update_is_a_donor(make: Callable[..., World]) -> None:
+    """A group whose first state is not the others' heals from theirs, which is of step 0."""
+    world = make()
+    world.step, world.lineages = 0, {0: world.lineage}
+    world.release.set()
+    world.heal.run()
+    assert healed(world)
+    assert [step for _, step in world.fetches] == [0]
+    assert world.applied == list(range(1, world.step + 1))
+
+
 def test_a_donor_that_fails_is_followed_by_the_next(make: Callable[..., World]) -> None:
     """Each further attempt asks another holder; the last one's state is the one that counts."""
     world = make()
@@ -395,32 +406,16 @@ def test_a_donor_that_fails_is_followed_by_the_next(make: Callable[..., World]) 
     assert len(world.named("heal_failed")) == 2
 
 
-def test_attempts_are_spaced_further_and_further_apart(
-    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next one comes after 1, 2, 4, ... rounds, for each costs a holder a copy; the rest is bounded."""
-    monkeypatch.setattr(heal, "_MAX_REST_ROUNDS", 8)
-    world = make()
+@pytest.mark.parametrize("config", [{}, {"semi_sync_method": "diloco", "sync_steps": 4}])
+def test_attempts_are_spaced_further_and_further_apart(make: Callable[..., World], config: dict[str, Any]) -> None:
+    """In seconds, however long a step or a round lasts: each attempt costs a holder a copy."""
+    world = make(**config)
+    world.release.set()
     world.fail = {1, 2, 3, 4, 5}
-    ended: list[int] = []  # in which round each attempt failed
-    rests: list[int] = []  # rounds from there to the next one
-
-    def go(number: int) -> None:
-        if len(world.named("heal_failed")) > len(ended):
-            ended.append(number - 1)
-        if len(world.named("heal_started")) > len(rests) + 1:
-            rests.append(number - 1 - ended[-1])
-        # It fails in the round behind the one that it has begun in, not in either as its thread happens to run.
-        if world.heal._attempt is None:
-            world.release.clear()
-        else:
-            world.release.set()
-
-    world.on_round = go
     world.heal.run()
     assert healed(world)
     assert len(world.fetches) == 6
-    assert rests == [1, 2, 4, 8, 8]
+    assert world.search.pauses == [0.0, 0.0, 1.0, 2.0, 4.0, 8.0], "the first repetition begins at once"
 
 
 def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., World]) -> None:
@@ -444,9 +439,9 @@ def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., Worl
     world.heal.run()
     assert healed(world)
     (failed,) = world.named("heal_failed")
-    assert failed.error == "missed an update before step 7"  # type: ignore[attr-defined]  # a HealFailed
-    assert [step for _, step in world.fetches] == [5, 7]
-    assert world.applied == list(range(8, world.step + 1)), "none of the first attempt"
+    assert failed.error == "missed an update before update 7"  # type: ignore[attr-defined]  # a HealFailed
+    assert [step for _, step in world.fetches] == [5, 8], "it asks when a round has shown that it does"
+    assert world.applied == list(range(9, world.step + 1)), "none of the first attempt"
 
 
 def hear_sibling(world: World, monkeypatch: pytest.MonkeyPatch, say: Callable[[], Fetched]) -> None:
@@ -582,7 +577,7 @@ def test_without_knowledge_of_memory_nothing_is_bounded(make: Callable[..., Worl
 
 def hurry(world: World, number: int, late: float) -> None:
     """Let transfers bring nothing while the first two updates are queued, and `late` in the third and fourth."""
-    queued = 0 if world.heal._attempt is None else len(world.heal._attempt.updates)
+    queued = len(world.heal._healing.queued)
     world.note_share(0.0 if queued < 3 else late)
 
 
@@ -602,7 +597,7 @@ def test_a_newer_state_is_fetched_once_if_it_would_be_in_time(make: Callable[...
     assert names == ["heal_started", "catch_up_renewed", "heal_started", "catch_up_waiting", "heal_finished"]
     (_, first), (_, second) = world.fetches
     assert (first, second >= first + 4) == (5, True)
-    assert world.donors == [[0, 1], [0, 1]], "that is no retry: all give, in the same order"
+    assert world.donors == [[0, 1], [1, 0]], "that is no retry: all give"
     assert world.applied == list(range(second + 1, world.step + 1))
     (renewed,) = world.named("catch_up_renewed")
     assert "fault_tolerance.catch_up_max_gb" in renewed.reason  # type: ignore[attr-defined]  # a CatchUpRenewed
@@ -659,7 +654,7 @@ def test_a_state_that_is_there_is_kept(make: Callable[..., World]) -> None:
     def go(number: int) -> None:
         hurry(world, number, late=1.0)
         attempt = world.heal._attempt
-        if attempt is not None and len(attempt.updates) == 3:
+        if attempt is not None and len(world.heal._healing.queued) == 3:
             world.release.set()
 
     world.on_round = go
@@ -846,10 +841,9 @@ def test_a_donor_that_dies_in_mid_round_is_followed_by_the_next(make: Callable[.
     world = rounds(make)
     world.fail = {1}
     world.on_pause = lambda number: world.release.set()
-    world.search.found = [world.offer(1)]
     world.heal.run()
     assert healed(world)
-    assert (len(world.fetches), world.made) == (2, 1)
+    assert ([donor for donor, _ in world.fetches], world.made) == ([0, 1], 1)
 
 
 def test_a_group_leaves_while_it_fetches(make: Callable[..., World]) -> None:
@@ -862,23 +856,23 @@ def test_a_group_leaves_while_it_fetches(make: Callable[..., World]) -> None:
     world.release.set()
 
 
-def mid_round(make: Callable[..., World], *holders: int) -> World:
-    """Return a world in which the others are in the midst of a round, and `holders` offer what they have."""
+def mid_round(make: Callable[..., World]) -> World:
+    """Return a world in which the others are in the midst of a round."""
     world = rounds(make)
     world.awaited = False
-    world.search.found = [world.offer(slot) for slot in holders]
     return world
 
 
 def test_who_comes_in_mid_round_gets_the_state_at_once(make: Callable[..., World]) -> None:
     """It makes no exchange for that: nobody is there to make one with."""
-    world = mid_round(make, 1)
+    world = mid_round(make)
     assert world.heal.await_offer(4)
     assert world.position.seen == 5, "should its holder die now, the state is lost, and not begun anew"
     world.release.set()
     world.heal.run()
     assert healed(world)
-    assert (world.made, world.fetches) == (0, [(1, 5)])
+    assert (world.made, world.fetches) == (0, [(0, 5)])
+    assert world.donors == [[0]], "a state has inner moments of its own group: parts of two would not fit together"
     assert (world.position.step, world.position.lineage) == (5, 55)
     assert not world.heal.ended_on_update
 
@@ -886,18 +880,20 @@ def test_who_comes_in_mid_round_gets_the_state_at_once(make: Callable[..., World
 def test_no_offer_is_waited_for_when_the_others_are_there(make: Callable[..., World]) -> None:
     """Who hears of none learns from the quorum where the others are, and where its donor is."""
     world = mid_round(make)
+    world.offers = False
     world.on_pause = lambda number: setattr(world, "awaited", number == 3)
     assert not world.heal.await_offer(0)
     assert world.pauses == 3
+    world.on_round = lambda number: setattr(world, "offers", True)
     world.release.set()
     world.heal.run()
     assert healed(world)
-    assert world.made == 1
+    assert world.made == 3, "in the first one they compare their bytes, in the others they wait for its state"
 
 
 def test_an_offer_that_comes_late_is_followed_by_a_replay(make: Callable[..., World]) -> None:
     """The others are at the end of their round before the state is there: their update is queued."""
-    world = mid_round(make, 1)
+    world = mid_round(make)
 
     def come(number: int) -> None:
         world.awaited, world.idle = True, False
@@ -910,34 +906,23 @@ def test_an_offer_that_comes_late_is_followed_by_a_replay(make: Callable[..., Wo
     world.on_pause, world.on_round = come, go_on
     world.heal.run()
     assert healed(world)
-    assert (world.made, world.applied, world.fetches) == (2, [6], [(1, 5)])
+    assert (world.made, world.applied, world.fetches) == (2, [6], [(0, 5)])
 
 
 def test_an_offer_of_other_bytes_is_not_kept(make: Callable[..., World]) -> None:
-    """A bit has flipped since the holders compared theirs: another one's is taken, after a rest."""
-    world = mid_round(make, 0, 1)
+    """A bit has flipped since the holders compared theirs: another one's is taken."""
+    world = mid_round(make)
     world.corrupt = {0}
     world.release.set()
     world.heal.run()
     assert healed(world)
     assert world.fetches == [(0, 5), (1, 5)]
-    assert world.search.rests == [0]
-
-
-def test_attempts_at_offers_are_spaced_in_seconds(make: Callable[..., World]) -> None:
-    """A round may last an hour, so that a number of rounds says nothing; each attempt costs its donor a copy."""
-    world = mid_round(make, 0, 1, 0, 1, 0)
-    world.fail = {1, 2, 3, 4}
-    world.release.set()
-    world.heal.run()
-    assert healed(world)
-    assert len(world.fetches) == 5
-    assert world.search.rests == [0.0, 1.0, 2.0, 4.0], "the first repetition begins at once"
 
 
 def test_who_waits_for_an_offer_leaves_when_it_is_told_to(make: Callable[..., World]) -> None:
     """It has nothing to finish, and nobody may come for an hour."""
     world = mid_round(make)
+    world.offers = False
     world.on_pause = lambda number: setattr(world, "told_to_leave", True)
     with pytest.raises(Leaving):
         world.heal.run()
@@ -948,7 +933,7 @@ def test_an_offer_of_a_group_that_is_gone_is_followed_by_another(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the search and the fetch."""
-    world = mid_round(make, 0, 1)
+    world = mid_round(make)
     world.release.set()
 
     def find_addresses(slots: Sequence[int]) -> list[str]:
@@ -983,27 +968,38 @@ def test_a_state_that_was_outdated_on_its_way_is_not_trained_on(make: Callable[.
     assert [event.name for event in world.events] == ["heal_started", "heal_failed", "heal_started", "heal_finished"]
 
 
-# A newcomer, which fetches before a round has named a donor
+# A newcomer, which asks in the step that it has come in
 
 
 def test_a_newcomer_is_back_with_the_first_update(make: Callable[..., World]) -> None:
     """It has the state before the round in which the others find out about it, and that round's update."""
     world = make()
-    world.offer_early()
+    world.milliseconds, world.step_lasts = 40_000, True
     world.release.set()
     world.heal.run()
     assert healed(world)
     assert (world.made, world.applied) == (1, [6])
     assert (world.donors, world.named_donors) == ([[0, 1]], [0])
-    assert world.begun == [0, 1], "told to leave, it stays for the round that the others make with it"
+    assert set(world.begun) == {0, 1}, "told to leave, it stays for the round that the others make with it"
+    assert world.search.least_steps[-1] == 5, "nothing older than what their quorum has told"
     assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
 
 
+@pytest.mark.parametrize(("setting", "number"), [(0, 5), (1, 1), (2, 2)])
+def test_as_many_groups_give_a_part_as_may(make: Callable[..., World], setting: int, number: int) -> None:
+    """`heal_donors`, or up to eight."""
+    world = make(heal_donors=setting)
+    world.holders = (0, 1, 3, 4, 5)
+    world.release.set()
+    world.heal.run()
+    assert healed(world)
+    assert world.donors == [[3, 4, 5, 0, 1][:number]]
+
+
 def before_a_quorum(make: Callable[..., World], **config: Any) -> World:
-    """Return a world whose newcomer replaces a process that the holders' exchange counts on: both offer their state."""
+    """Return a world whose newcomer replaces a process that the holders' exchange counts on."""
     world = make(**config)
-    world.awaited = False
-    world.search.found = [Offer((0, 1), world.step, world.lineage, 0)]
+    world.awaited, world.is_expected = False, True
     return world
 
 
@@ -1039,14 +1035,14 @@ def test_a_state_that_the_others_went_on_from_without_it_is_given_up(make: Calla
     def go_on(number: int) -> None:
         world.step, world.lineage, world.awaited = 6, 66, True
         world.lineages[6] = 66
-        world.offer_early()
         world.release.set()
 
     world.on_pause = go_on
     world.heal.run()
     assert healed(world)
     assert [step for _, step in world.fetches] == [5, 6], "the second one begun with the first round"
-    assert world.named_donors[0] == 0
+    assert [len(donors) for donors in world.donors] == [2, 2], "no donor is at fault"
+    assert world.named_donors[0] >= 0
     assert world.applied == list(range(7, world.step + 1))
 
 
@@ -1056,7 +1052,7 @@ def test_a_state_that_comes_with_the_quorum_is_loaded_before_the_exchange_if_tha
 ) -> None:
     """Two others are at it and wait for as long: all together they lose less than a step of one group, or it waits."""
     world = before_a_quorum(make)
-    world.search.found = [replace(world.search.found[0], milliseconds=1000)]
+    world.milliseconds = 1000
     world.load_seconds = load_seconds
     loads, load = [], world.load
 
@@ -1079,29 +1075,30 @@ def test_a_state_that_comes_with_the_quorum_is_loaded_before_the_exchange_if_tha
 def test_a_quorum_of_those_that_hold_less_says_nothing_of_the_state(make: Callable[..., World]) -> None:
     """The one that it comes from is not in it: it is gone, and what it gave is what is left."""
     world = before_a_quorum(make)
-    world.holders = ()
-    world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "awaited", True)
-    members = (Member(2, 0.0, "process 2", "c0ffee"),)
-    world.meet = lambda: Quorum("quorum 1", 0, members, 0)  # type: ignore[method-assign]
+
+    def come(number: int) -> None:
+        world.holders = ()
+        world.release.set() if number < 3 else setattr(world, "awaited", True)
 
     def on_round(number: int) -> None:
         world.seconds += ALONE_SECONDS / 4
 
-    world.on_round = on_round
+    world.on_pause, world.on_round = come, on_round
+    members = (Member(2, 0.0, "process 2", "c0ffee"),)
+    world.meet = lambda: Quorum("quorum 1", 0, members, 0)  # type: ignore[method-assign]
     world.heal.run()
     assert [event.name for event in world.events] == ["heal_started", "rolled_back"]
     assert (world.position.step, world.position.lineage, world.value) == (5, 55, value_after(5))
 
 
-def test_a_newcomer_whose_donors_are_lost_before_the_quorum_looks_again(make: Callable[..., World]) -> None:
-    """After a rest: what it asks for costs its donors a copy."""
+def test_a_newcomer_whose_donors_are_lost_before_the_quorum_asks_again(make: Callable[..., World]) -> None:
+    """One of those that offer the state gives all of it."""
     world = before_a_quorum(make)
-    world.search.found *= 2
     world.fail = {1}
     world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "awaited", True)
     world.heal.run()
     assert healed(world)
-    assert (len(world.fetches), world.search.rests, world.made) == (2, [1.0], 1)
+    assert (world.donors, world.made) == ([[0, 1], [1]], 1)
 
 
 def test_a_newcomer_leaves_while_it_waits_for_a_quorum(make: Callable[..., World]) -> None:
@@ -1115,9 +1112,8 @@ def test_a_newcomer_leaves_while_it_waits_for_a_quorum(make: Callable[..., World
 
 
 def test_a_newcomer_whose_state_takes_longer_queues_updates(make: Callable[..., World]) -> None:
-    """As one that a round has sent to a donor; its bytes are held against what the first round showed."""
+    """Its bytes are held against what the first round that worked showed."""
     world = make()
-    world.offer_early(milliseconds=0)
     world.broken = {1}
     world.on_round = lambda number: world.release.set() if number == 5 else None
     world.heal.run()
@@ -1130,13 +1126,14 @@ def test_a_newcomer_whose_state_takes_longer_queues_updates(make: Callable[..., 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_state_of_another_lineage_is_not_kept(make: Callable[..., World], at_once: bool) -> None:
-    """Those that offered it go back from it; the round names those that hold the job's, and all of them may give it."""
+    """Those that offered it go back from it; the round shows the job's, and all that hold that may give it."""
     world = make()
     world.lineages[5] = 99
-    world.offer_early(lineage=99, milliseconds=40_000 if at_once else 0)
+    world.offered = Offer((0, 1), 5, 99, 0)
+    world.milliseconds, world.step_lasts = 40_000 if at_once else 0, at_once
 
     def on_round(number: int) -> None:
-        world.lineages[5] = 55
+        world.lineages[5], world.offered = 55, None
         if at_once or number == 5:
             world.release.set()
 
@@ -1153,14 +1150,13 @@ def test_a_state_of_another_lineage_is_not_kept(make: Callable[..., World], at_o
 def test_bytes_that_the_first_round_does_not_show_are_not_kept(make: Callable[..., World], at_once: bool) -> None:
     """They were corrupted since; as all that is not confirmed, the state is no claim to the job's."""
     world = make()
-    world.offer_early(milliseconds=40_000 if at_once else 0)
+    world.milliseconds, world.step_lasts = 40_000 if at_once else 0, at_once
     world.corrupt = {1}
     claims: list[int] = []
-    found = 2 if at_once else 4  # the round by which it is known
 
     def on_round(number: int) -> None:
         claims.append(world.position.claim)
-        if number == found:
+        if world.named("heal_failed"):
             world.corrupt = set()
         if at_once or number == 3:
             world.release.set()
@@ -1171,27 +1167,60 @@ def test_bytes_that_the_first_round_does_not_show_are_not_kept(make: Callable[..
     assert healed(world)
     assert world.position.corrupt is False
     assert len(world.named("heal_failed")) == 1
-    assert claims[found - 1] == 0, "nothing that others may hold against theirs"
+    assert [len(donors) for donors in world.donors] == [2, 1]
+    assert 0 in claims, "nothing that others may hold against theirs"
 
 
-def test_a_newcomer_whose_fetch_fails_is_sent_to_a_donor(make: Callable[..., World]) -> None:
-    """In the same round as if it had not tried, and by right of its first attempt."""
+def test_a_newcomer_whose_fetch_fails_asks_again_in_the_same_step(make: Callable[..., World]) -> None:
+    """The round confirms what it has by then: it shows the digests of a round with a newcomer."""
     world = make()
-    world.offer_early()
+    world.milliseconds, world.step_lasts = 40_000, True
     world.release.set()
     world.fail = {1}
     world.heal.run()
     assert healed(world)
-    assert world.named_donors[0] == -1
     assert [step for _, step in world.fetches] == [5, 5]
-    assert [len(donors) for donors in world.donors] == [2, 2]
+    assert [len(donors) for donors in world.donors] == [2, 1]
 
 
-def test_ranks_of_a_newcomer_begin_together_or_not_at_all(make: Callable[..., World]) -> None:
-    """One of them has not come to the others, and knows no addresses."""
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_newcomer_pauses_between_searches_in_a_step(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, leads: bool
+) -> None:
+    """Its quorum is there, so that a wait for the quorum would be none, and would keep a core busy for a step."""
     world = make()
-    world.offer_early()
-    world.error_elsewhere = True
+    world.leads = leads
+    seconds: list[float] = []
+    poll = world.search.poll
+
+    def sleep(duration: float) -> None:
+        assert world.heal._healing.phase is Phase.ASKING
+        seconds.append(duration)
+        world.leads = leads or len(seconds) == 3  # then this rank hears of the offer, as from rank 0
+
+    def poll_in_vain(least_step: int, after: int) -> Offer:
+        assert len(world.search.least_steps) <= 1 + len(seconds), "it searches without a pause"
+        offer = poll(least_step, after)
+        return offer if len(seconds) == 3 else NO_OFFER
+
+    monkeypatch.setattr(heal.time, "sleep", sleep)
+    world.on_pause = lambda number: pytest.fail("a wait for a quorum that is there takes no time")
+    world.search.poll = poll_in_vain  # type: ignore[method-assign]
+    world.release.set()
+    world.heal.run()
+    assert healed(world)
+    assert seconds == [0.05] * 3
+
+
+def test_ranks_of_a_newcomer_ask_together_or_not_at_all(make: Callable[..., World]) -> None:
+    """One of them has not come to the others: the exchange will break."""
+    world = make()
+    meet = world.meet
+
+    def meet_with_error() -> Quorum:
+        return dataclasses.replace(meet(), error="no process group" if world.made == 0 else None)
+
+    world.meet = meet_with_error  # type: ignore[method-assign]
     world.release.set()
     world.heal.run()
     assert healed(world)
@@ -1201,28 +1230,29 @@ def test_ranks_of_a_newcomer_begin_together_or_not_at_all(make: Callable[..., Wo
 def test_the_last_holders_state_is_kept_though_no_round_confirms_it(make: Callable[..., World]) -> None:
     """They are gone before they have shown anything: what has come of theirs is all that is left."""
     world = make()
-    world.offer_early()
+    world.milliseconds, world.step_lasts = 40_000, True
     world.release.set()
-    world.holders = ()
 
     def on_round(number: int) -> None:
+        world.holders = ()
         world.seconds += ALONE_SECONDS / 4
 
     world.on_round = on_round
-    members = tuple(Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (0, 1, 2))
-    world.meet = lambda: Quorum("quorum 1", 2, members, 5)  # type: ignore[method-assign]
     world.heal.run()
     assert [event.name for event in world.events] == ["heal_started", "rolled_back"]
     assert (world.position.step, world.position.lineage, world.value) == (5, 55, value_after(5))
 
 
-def test_who_has_met_the_others_is_no_newcomer(make: Callable[..., World]) -> None:
-    """They know this group, and show no digests in a round in which nobody asks for a donor: it would be void."""
+def test_who_has_met_the_others_asks_when_its_row_has_asked(make: Callable[..., World]) -> None:
+    """They know this group, and show no digests in a round before it lacks the state: what it has would be void."""
     world = make()
-    world.offer_early()
     world.release.set()
     world.heal.run()
-    world.made, world.met = 0, True
+    first = world.step
+    world.made = 0
+    world.named_donors.clear()
     world.heal.run()
     assert healed(world)
-    assert world.named_donors[1] == -1
+    assert world.named_donors[0] == -1
+    assert world.named_donors[1] >= 0
+    assert [step for _, step in world.fetches] == [5, first + 1]

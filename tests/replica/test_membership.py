@@ -61,7 +61,8 @@ def test_peers_know_each_others_state_server(seats: Any) -> None:
     members = seats.take(0, address="10.0.0.1:70"), seats.take(1, address="10.0.0.2:71")
     seats.meet(*members)
     for member in members:
-        assert [member.peer_address(rank) for rank in range(2)] == ["10.0.0.1:70", "10.0.0.2:71"]
+        other = {0: "10.0.0.1:70", 1: "10.0.0.2:71"}.items() - {(member.member.slot, member._seat._address)}
+        assert {(slot, peer.address) for slot, peer in member.find_holders().items()} == other
 
 
 def test_a_group_alone_has_a_quorum_of_one(seats: Any) -> None:
@@ -218,7 +219,7 @@ def test_ranks_meet_their_counterparts(seats: Any) -> None:
     seats.meet(*first, *second)
     assert add_up(seats, first[0], second[0]) == [3.0, 3.0]
     assert add_up(seats, second[1], first[1]) == [3.0, 3.0]
-    assert [first[rank].peer_address(1) for rank in range(2)] == ["127.0.0.1:9010", "127.0.0.1:9011"]
+    assert [first[rank].find_addresses([1]) for rank in range(2)] == [["127.0.0.1:9010"], ["127.0.0.1:9011"]]
 
 
 # Members that come and go
@@ -734,7 +735,8 @@ def test_whose_state_a_newcomer_can_use(seats: Any) -> None:
     assert [*successor.find_holders()] == [0, 2]
     assert successor.find_addresses([0]) == [f"127.0.0.1:{9000}"]
     seats.meet(first, successor, newcomer)
-    assert successor.find_holders() == {}
+    assert [*successor.find_holders()] == [0, 2], "as members of its quorum, whose addresses it knows"
+    assert [*newcomer.find_holders()] == [0, 1]
 
 
 @pytest.mark.parametrize("stuck", [0, 1])

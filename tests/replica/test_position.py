@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from titan_ft.protocol.decision import Round, Update, judge
+from titan_ft.protocol.healing import Healing, Offer
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.row import Row, Standing
@@ -47,13 +48,15 @@ def test_a_group_answers_for_what_it_holds_or_will() -> None:
     position.disown()
     assert position.claim == 0
     position.fall_behind()
-    position.fetch(donor=1, step=7, awaited=False)
+    healing = Healing(max_queued=4).take(Offer((1,), 8, 1, 5), 1).queue(9, 1, 2)
+    position.show(healing)
     assert position.claim == 0
-    position.fetched(9)
+    healing = healing.note_fetched()
+    position.show(healing)
     assert position.claim == 9
     position.load(8, 1)
     position.advance(update(9))
-    position.heal()
+    position.show(healing.load().replay().finish())
     assert (position.claim, position.standing, position.donor) == (9, Standing.READY, -1)
 
 
@@ -110,23 +113,22 @@ def test_a_group_of_another_history_is_not_corrupt() -> None:
     assert position.claim == 7
 
 
-def test_an_attempt_that_failed_asks_again_or_rests() -> None:
-    """Attempts are counted over the whole heal: each asks the next donor."""
+def test_the_others_see_where_a_heal_is() -> None:
+    """Once all ranks have the fetched state, the group claims the step that its queue leads to."""
     position = Position(step=7)
     position.fall_behind()
-    position.fetch(donor=1, step=7, awaited=True)
-    assert (position.standing, position.donor, position.awaited, position.heals) == (Standing.CATCHING_UP, 1, True, 1)
-    position.end_fetch(rest=True)
-    assert (position.standing, position.donor, position.awaited, position.heals) == (Standing.CATCHING_UP, -1, False, 1)
-    position.end_fetch()
-    assert position.standing is Standing.BEHIND
-    position.fetch(donor=2, step=7, awaited=False)
-    position.keep_up()
-    assert (position.awaited, position.heals) == (True, 2)
-    position.fetched(12)
-    assert not position.awaited
-    position.fall_behind()
-    assert (position.heals, position.target, position.donor) == (0, 0, -1)
+    assert (position.standing, position.donor, position.claim) == (Standing.BEHIND, -1, 7)
+    healing = Healing(max_queued=4).take(Offer((1,), 9, 99, 5), 1, others_wait=True)
+    position.show(healing)
+    assert (position.standing, position.donor, position.from_step) == (Standing.CATCHING_UP, 1, 9)
+    assert (position.awaited, position.claim) == (True, 7)
+    healing = healing.queue(10, 99, 100).note_fetched()
+    position.show(healing)
+    assert (position.awaited, position.claim) == (False, 10)
+    position.show(healing.fail())
+    assert (position.standing, position.donor, position.target) == (Standing.BEHIND, -1, 0)
+    position.show(healing.load().replay().finish())
+    assert (position.standing, position.donor, position.target) == (Standing.READY, -1, 0)
 
 
 def test_going_back_forgets_what_was_lost() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -45,6 +45,8 @@ class World:
         self.asked_with: list[int] = []
         self.votes: list[bool] = []
         self.served: list[Round] = []
+        self.offered: list[int] = []  # digests; 0 = the next exchange confirms the bytes
+        self.copied = 0  # ahead of a request
         self.digests = 0
         # For the exchange and the membership.
         self.asked = self.contributed = self.due = self.wanted = self.requested = self.leaves = False
@@ -124,8 +126,26 @@ class World:
         self.digests += 1
         return "bytes"
 
-    def serve(self, made: Round, position: Position, donors: Mapping[int, Sequence[int]]) -> None:
+    offers = -1  # step of the state that is offered
+
+    def serve(self, made: Round, position: Position, *, is_update: bool) -> None:
         self.served.append(made)
+
+    def offer(self, position: Position) -> None:
+        self.offers = position.step
+        self.offered.append(0)
+
+    def offer_compared(self, position: Position, digest: int) -> None:
+        self.offers = position.step
+        self.offered.append(digest)
+
+    def copy_ahead(self, position: Position) -> None:
+        self.copied += 1
+
+    def end_offer(self) -> None:
+        self.offers = -1
+
+    retract = end_offer
 
     def wait_for_others(self, is_answered: Callable[[], bool], pause: Callable[[], object]) -> bool:
         while not is_answered():
@@ -408,8 +428,8 @@ def test_the_quorum_is_asked_for_once_with_the_step_that_is_held(world: World) -
     assert world.asked_with == [7, 8, 8]
 
 
-def test_the_digest_is_taken_when_a_donor_may_be_named(world: World) -> None:
-    """For a newcomer, and for a member that has asked for a donor; else a round costs no digest."""
+def test_the_digest_is_taken_when_a_joiner_may_fetch_the_state(world: World) -> None:
+    """For a newcomer, and for a member that has asked for the state; else a round costs no digest."""
     world.rounds.make(GIVEN)
     assert world.digests == 0
     world.other = Row(1, Standing.BEHIND, 0)
@@ -420,7 +440,7 @@ def test_the_digest_is_taken_when_a_donor_may_be_named(world: World) -> None:
     assert world.row is not None
     assert world.row.digest == fold48(str([fold48("bytes")]))
     assert isinstance(made, Round)
-    assert made.verdict.donors == {1: 0}
+    assert made.verdict.verified
     assert world.served[-1] is made
     world.other = dataclasses.replace(OTHER, standing=Standing.CATCHING_UP, donor=0)
     world.rounds.make(GIVEN)
@@ -429,3 +449,64 @@ def test_the_digest_is_taken_when_a_donor_may_be_named(world: World) -> None:
     world.slots = (0, 2)
     world.rounds.make(GIVEN)
     assert world.digests == 3
+
+
+# What is offered to joiners
+
+
+def test_a_state_is_offered_while_no_update_is_made(world: World) -> None:
+    """From the first such round on, also before the job's first step; once, for it stays the same."""
+    world.other = dataclasses.replace(OTHER, valid_tokens=0)
+    for _ in range(2):
+        world.rounds.make()
+    assert (world.offers, world.offered) == (7, [0])
+
+
+def test_an_update_is_followed_by_the_offer_of_its_state(world: World) -> None:
+    """That comes when the update is applied, and not before."""
+    world.rounds.make(GIVEN)
+    assert world.offered == []
+
+
+def test_a_group_that_may_not_offer_its_state_takes_it_back(world: World) -> None:
+    """It has not begun, and beside it another one has; or the others' state is another one."""
+    world.other = dataclasses.replace(OTHER, valid_tokens=0)
+    world.rounds.make()
+    assert world.offers == 7
+    world.position.training = False
+    world.rounds.make()
+    assert (world.offers, world.offered) == (-1, [0])
+
+
+@pytest.mark.parametrize(
+    ("other", "use", "offers", "copies"),
+    [
+        ({"opening": 1}, GradientUse.OPEN, True, False),
+        ({"early": 1}, GradientUse.OPEN, True, False),
+        ({"standing": Standing.BEHIND, "step": 0}, GradientUse.OPEN, True, True),
+        ({"standing": Standing.CATCHING_UP, "step": 0, "donor": 0}, GradientUse.OPEN, True, False),
+        ({"opening": 1, "digest": 0}, GradientUse.OPEN, False, False),  # are its bytes the others'?
+        ({}, GradientUse.OPEN, False, False),  # that one is at the end of its round: an update is next
+        ({}, GradientUse.GIVE, False, False),
+    ],
+)
+def test_in_a_round_of_several_steps_compared_bytes_are_offered(
+    other: dict[str, Any], use: GradientUse, offers: bool, copies: bool
+) -> None:
+    """From then on the groups make steps, and what they agree on stays as it is.
+
+    For a member that asks they are copied at once: the next moment for that is after a step.
+    """
+    world, digest = World(semi_sync_method="diloco", digest_every=1), fold48(str([fold48("bytes")]))
+    world.position.take_digest(digest)
+    world.other = dataclasses.replace(OTHER, **{"digest": digest, **other})
+    world.rounds.make(use=use)
+    assert (world.offered, world.copied) == ([digest] if offers else [], int(copies))
+
+
+def test_a_group_that_waits_for_others_offers_what_it_has_compared() -> None:
+    """Nobody makes an update before they are back: they are to get the state from it."""
+    world, digest = World(semi_sync_method="diloco", digest_every=1, min_replica_size=3), fold48(str([fold48("bytes")]))
+    world.other = dataclasses.replace(OTHER, digest=digest)
+    world.rounds.make(GIVEN, GradientUse.REST)
+    assert world.offered == [digest]

@@ -39,7 +39,6 @@ def test_row_survives_the_exchange() -> None:
         tokens=2**40 + 2,
         loss=0.1 + 0.2,
         max_loss=1e-300,
-        heals=5,
         donor=2,
         from_step=999,
         waited=0.25,
@@ -99,15 +98,15 @@ def test_agreement_makes_everybody_holder_and_contributor() -> None:
     assert verdict.step == 7
     assert verdict.holders == verdict.contributors == (0, 1, 2)
     assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (18, 36, 0.875, 4.0)
-    assert (verdict.strays, verdict.tie, verdict.donors, verdict.free) == ((), False, {}, (0, 1, 2))
+    assert (verdict.strays, verdict.tie, verdict.offering) == ((), False, (0, 1, 2))
 
 
-def test_a_joiner_weighs_nothing_and_gets_a_donor() -> None:
-    """A member that is behind is no holder, adds no tokens or loss, and is sent to a holder."""
+def test_a_joiner_weighs_nothing() -> None:
+    """A member that is behind is no holder, offers nothing, and adds no tokens or loss."""
     verdict = judge([ready(0), behind(1, valid_tokens=99, tokens=99, loss=9.0, max_loss=9.0), ready(2)])
     assert verdict.holders == verdict.contributors == (0, 2)
     assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (20, 24, 0.0, 0.0)
-    assert verdict.donors == {1: 0}
+    assert verdict.offering == (0, 2)
     assert verdict.strays == ()
 
 
@@ -116,47 +115,19 @@ def catching_up(slot: int, donor: int, **facts: float) -> Row:
     return Row(**{"slot": slot, "standing": Standing.CATCHING_UP, "step": 0, "donor": donor, **facts})
 
 
-def test_a_member_that_catches_up_weighs_nothing_and_needs_no_donor() -> None:
-    """A member that fetches already is neither holder nor waiting for a donor; its donor is not free."""
+def test_a_member_that_catches_up_weighs_nothing() -> None:
+    """A member that fetches is no holder yet."""
     verdict = judge([ready(0), catching_up(1, donor=2, valid_tokens=5), ready(2)])
-    assert verdict.free == (0,)
-    assert verdict.donors == {}
-    assert verdict.holders == verdict.contributors == (0, 2)
+    assert verdict.offering == verdict.holders == verdict.contributors == (0, 2)
     assert verdict.valid_tokens == 20
 
 
-def test_a_member_that_rests_keeps_nobody_busy() -> None:
-    """Between two attempts a member has no donor and asks for none."""
-    verdict = judge([ready(0), catching_up(1, donor=-1)])
-    assert (verdict.free, verdict.donors) == ((0,), {})
-
-
-def test_who_serves_is_said_by_slot() -> None:
-    """Ranks and slots differ when a group is missing: the donor is found by its slot."""
-    verdict = judge([ready(1), ready(3), catching_up(4, donor=3), behind(5)])
-    assert verdict.free == (0,)
-    assert verdict.donors == {3: 0}
-
-
-def test_a_donor_that_is_no_holder_any_more_serves_nobody() -> None:
-    """A member that fetches from a stray or from a group that left makes no holder busy."""
-    verdict = judge([ready(0, digest=1), ready(1, digest=2), ready(2, digest=1), catching_up(3, donor=1)])
-    assert verdict.strays == (1,)
-    assert verdict.free == (0, 2)
-
-
-def test_one_that_has_yet_to_begin_serves_nobody_beside_groups_that_train() -> None:
+def test_one_that_has_yet_to_begin_offers_nothing_beside_groups_that_train() -> None:
     """Its bytes are theirs, and its ledger knows of no readers: ranks of a joiner could get one or the other."""
     rows = [ready(0, training=0), behind(1), ready(2, training=1), ready(3, training=1)]
     verdict = judge(rows)
-    assert (verdict.holders, verdict.free, verdict.donors) == ((0, 2, 3), (2, 3), {1: 2})
-    assert judge([ready(0, training=0), behind(1)]).donors == {1: 0}
-
-
-def test_a_second_joiner_does_not_take_the_donor_of_the_first() -> None:
-    """A holder has one copy of its state: a joiner that comes while it is fetched gets another holder, or waits."""
-    assert judge([ready(0), catching_up(1, donor=0), behind(2)]).donors == {}
-    assert judge([ready(0), catching_up(1, donor=0), behind(2), ready(3)]).donors == {2: 3}
+    assert (verdict.holders, verdict.offering) == ((0, 2, 3), (2, 3))
+    assert judge([ready(0, training=0), behind(1)]).offering == (0,)
 
 
 @pytest.mark.parametrize("field", ["digest", "lineage"])
@@ -202,25 +173,19 @@ def test_only_groups_that_train_outvote_one_that_is_ahead(standing: Standing) ->
 
 
 def test_who_has_not_looked_at_its_bytes_is_not_found_to_differ() -> None:
-    """A digest that was not taken is no claim: such a member trains on, and is no donor."""
+    """A digest that was not taken is no claim: such a member trains on, and no joiner's state is confirmed."""
     verdict = judge([ready(0, digest=0), ready(1, digest=5), ready(2, digest=5), behind(3)])
     assert verdict.holders == verdict.contributors == (0, 1, 2)
     assert verdict.digest == 5
     assert not verdict.verified
-    assert verdict.donors == {}, "until all have"
     assert judge([ready(0, digest=0), ready(1, digest=5)]).strays == ()
 
 
-def test_without_a_digest_nobody_is_named_donor() -> None:
-    """A corrupt donor's joiners would outvote the sound groups at the next comparison."""
-    assert judge([ready(0, digest=0), ready(1, digest=0), behind(2)]).donors == {}
-
-
-def test_a_corrupt_group_is_no_donor() -> None:
+def test_a_corrupt_group_offers_nothing() -> None:
     """Of the same history and with other bytes than the majority: named, and never the one that serves."""
     verdict = judge([ready(0, digest=6), ready(1, digest=5), ready(2, digest=5), behind(3)])
     assert verdict.corrupt == verdict.strays == (0,)
-    assert verdict.donors == {3: 1}
+    assert verdict.offering == (1, 2)
     assert judge([ready(0, lineage=6), ready(1, lineage=5), ready(2, lineage=5)]).corrupt == ()
 
 
@@ -229,7 +194,7 @@ def test_two_against_two_is_a_tie_without_holders() -> None:
     verdict = judge([ready(0, digest=1), ready(1, digest=1), ready(2, digest=2), ready(3, digest=2), behind(4)])
     assert verdict.tie
     assert verdict.holders == verdict.contributors == ()
-    assert verdict.donors == {}
+    assert verdict.offering == ()
     assert verdict.valid_tokens == 0
 
 
@@ -239,7 +204,7 @@ def test_equally_common_lineages_are_no_tie() -> None:
     assert not verdict.tie
     assert verdict.holders == (1,)
     assert verdict.strays == (2,)
-    assert verdict.donors == {0: 1, 3: 1}
+    assert verdict.offering == (1,)
 
 
 def test_a_lineage_is_chosen_before_digests_are_compared() -> None:
@@ -265,24 +230,7 @@ def test_a_tie_before_the_first_step_goes_to_the_lowest_slot() -> None:
     assert not verdict.tie
     assert verdict.holders == verdict.contributors == (1,)
     assert verdict.strays == (2, 3)
-    assert verdict.donors == {0: 1}
-
-
-def test_two_joiners_get_different_donors() -> None:
-    """Joiners are spread over the holders."""
-    verdict = judge([ready(0), behind(1), ready(2), behind(3)])
-    assert verdict.donors == {1: 0, 3: 2}
-
-
-def test_a_failed_heal_asks_the_next_donor() -> None:
-    """With each heal that it began, a joiner is sent to the next holder, around and around."""
-    donors = [judge([ready(0), behind(1, heals=heals), ready(2), ready(3)]).donors[1] for heals in range(4)]
-    assert donors == [0, 2, 3, 0]
-
-
-def test_more_joiners_than_holders() -> None:
-    """One holder serves several joiners when it must."""
-    assert judge([behind(0), ready(1), behind(2)]).donors == {0: 1, 2: 1}
+    assert verdict.offering == (1,)
 
 
 def test_a_member_without_valid_tokens_holds_but_does_not_contribute() -> None:
@@ -301,11 +249,11 @@ def test_nobody_has_a_valid_token() -> None:
 
 
 def test_a_finished_member_serves_but_does_not_contribute() -> None:
-    """A finished member holds the final state and is a donor; it adds nothing to an update."""
+    """A finished member holds the final state and offers it; it adds nothing to an update."""
     verdict = judge([Row(slot=0, standing=Standing.FINISHED, step=7, valid_tokens=10, digest=9), behind(1)])
     assert verdict.holders == (0,)
     assert verdict.contributors == ()
-    assert verdict.donors == {1: 0}
+    assert verdict.offering == (0,)
 
 
 def test_everybody_is_behind() -> None:
@@ -313,7 +261,7 @@ def test_everybody_is_behind() -> None:
     verdict = judge([behind(0, step=4), behind(1, step=6), Row(slot=2, standing=Standing.CATCHING_UP, step=0)])
     assert verdict.step == 6
     assert verdict.holders == verdict.contributors == verdict.strays == ()
-    assert verdict.donors == {}
+    assert verdict.offering == ()
     assert not verdict.tie
 
 

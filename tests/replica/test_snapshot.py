@@ -251,28 +251,24 @@ def test_where_memory_is_not_scarce_a_donor_copies_all(tiny: Tiny, monkeypatch: 
     assert donor.state.copy(1, 0, Part(1, 3)).held == range(size)
 
 
-@pytest.mark.parametrize("sibling", [True, False])
-def test_a_group_whose_host_is_short_of_memory_shares_nothing(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, sibling: bool
-) -> None:
-    """All members would copy all of it for a newcomer; a round sends it to donors that copy parts. All ranks agree."""
+def test_a_shared_state_is_copied_in_parts_where_memory_is_scarce(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is not: each of a joiner's donors copies its own."""
     donor = tiny(seed=1, buffers=False)
     donor.train(1)
-    assert donor.state.share(1, 0)
-    for free, shares in ((2 * donor.state.payload_bytes, True), (2 * donor.state.payload_bytes - 1, False)):
-        asked: list[int] = []
-
-        def gather(own: int, asked: list[int] = asked) -> list[int]:
-            asked.append(own)
-            return [own, sibling]
-
-        donor = tiny(seed=1, buffers=False)
-        donor.train(1)
+    size = donor.state.payload_bytes
+    for free, whole in ((2 * size, True), (2 * size - 1, False)):
         leave(monkeypatch, free)
-        for _ in range(2):
-            donor.state.reserve(gather)
-        assert asked == [shares], "once, by each rank"
-        assert donor.state.share(1, 0) is (shares and sibling)
+        assert donor.state.share(1, 0)
+        parts = [donor.state.copy_shared(1, Part(place, 2)) for place in range(2)]
+        held = [None if part is None else part.held for part in parts]
+        if whole:
+            assert held == [range(size)] * 2
+        else:
+            first, second = held
+            assert first is not None
+            assert second is not None
+            assert (first.start, first.stop, second.stop) == (0, second.start, size)
+            assert 0 < len(first) < size
 
 
 def test_a_shared_state_is_copied_by_another_thread_until_the_next_update(tiny: Tiny) -> None:

@@ -18,6 +18,7 @@ from tests.event_builder import untyped
 from titan_ft.config import FaultTolerance
 from titan_ft.engine import heal, step
 from titan_ft.engine.heal import Heal
+from titan_ft.engine.offer import OfferSearch
 from titan_ft.engine.round import Rounds, Sign
 from titan_ft.engine.step import Committed, ReplicaDimension
 from titan_ft.gradients.exchange import Reduced
@@ -25,6 +26,7 @@ from titan_ft.gradients.flight import ExchangeError, OwnFacts
 from titan_ft.protocol import decision as decisions
 from titan_ft.protocol.decision import Round
 from titan_ft.protocol.errors import NonFiniteError
+from titan_ft.protocol.healing import NO_OFFER, Healing, Offer, Phase
 from titan_ft.protocol.ledger import Entry, Ledger
 from titan_ft.protocol.member import Member, Process, Quorum
 from titan_ft.protocol.position import Position
@@ -119,9 +121,13 @@ class Seat:
         self.asked = False
         return ok
 
-    def peer_address(self, rank: int) -> str:
+    def find_addresses(self, slots: Sequence[int]) -> list[str]:
         """Name no real one."""
-        return f"rank {rank}"
+        return [f"slot {slot}" for slot in slots]
+
+    def find_holders(self) -> dict[int, Any]:
+        """Know nobody."""
+        return {}
 
     def find_outsiders(self, quorum: Quorum, step: int) -> list[int]:
         """See nobody."""
@@ -205,9 +211,10 @@ class Idle:
 
     requested = False
     snapshot = None
+    offers = -1
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
+        return lambda *_, **__: None
 
     def after_vote(self) -> bool:
         """Never leave."""
@@ -237,6 +244,8 @@ class State(Idle):
 
 class Alone:
     """Stands in for a Group of one rank."""
+
+    leads = True
 
     def clock(self) -> float:
         """Return a clock that stands."""
@@ -535,7 +544,7 @@ def test_a_group_that_was_excluded_contributes_after_a_heal() -> None:
         healed.set()
         group.position.load(10, 5)  # as `Heal` leaves it
         group.position.take_digest(fold48(str([fold48("good")])))
-        group.position.heal()
+        group.position.show(Healing(Phase.READY))
         return group.step(arm=True)
 
     for committed in groups.run(stray, OneGroup.step):
@@ -598,14 +607,16 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
     joiner = groups.all[2]
     donated = Snapshot(0, 0, b"{}", torch.zeros(1))
     monkeypatch.setattr(heal, "fetch", lambda *_: donated)
-    begin = Heal._begin
+    take = Heal._take
 
-    def begin_and_fetch(self: Heal, *args: Any) -> Any:
-        attempt = begin(self, *args)
-        assert attempt._fetch.result(DEADLINE) is donated
-        return attempt
+    def take_and_fetch(self: Heal, offer: Offer) -> None:
+        take(self, offer)
+        assert self._attempt is not None
+        assert self._attempt._fetch.result(DEADLINE) is donated
 
-    monkeypatch.setattr(Heal, "_begin", begin_and_fetch)
+    offers = iter([Offer((0, 1), 0, 0, 0)])
+    monkeypatch.setattr(Heal, "_take", take_and_fetch)
+    monkeypatch.setattr(OfferSearch, "poll", lambda *_: next(offers, NO_OFFER))
 
     def go_on(group: OneGroup) -> list[Committed]:
         made = group.steps(1)
@@ -696,7 +707,7 @@ def test_bytes_are_shown_when_somebody_comes() -> None:
 
     def come(group: OneGroup) -> None:
         group.position.fall_behind()
-        group.position.fetch(donor=0, step=0, awaited=False)  # asks for nothing
+        group.position.show(Healing().take(Offer((0,), 0, 0, 0), 1))  # asks for nothing
         for _ in range(2):
             group.rounds.make()
 
@@ -809,7 +820,7 @@ def test_a_group_does_not_wait_for_others_that_train_already(monkeypatch: pytest
 
 
 def test_a_group_that_meets_others_early_shows_its_bytes_to_a_joiner() -> None:
-    """The round is not the update that it might be: without its digest nobody would be named a donor."""
+    """The round is not the update that it might be: without its digest no joiner's state would be confirmed."""
     groups = in_rounds(2, Hub([0], [0, 1]))
     for group in groups.all:
         group.position.load(3, 7)
@@ -820,11 +831,11 @@ def test_a_group_that_meets_others_early_shows_its_bytes_to_a_joiner() -> None:
         group.read = [group.slot]
         group.rounds.make(Contribution(TOKENS, TOKENS, 1.0, 1.0, 0.1, early=True))
 
-    def join(group: OneGroup) -> int:
+    def join(group: OneGroup) -> bool:
         group.position.fall_behind()
         group.seat.number = 0
         made = group.rounds.make()
         assert isinstance(made, Round)
-        return made.verdict.donors.get(1, -1)
+        return made.verdict.verified
 
-    assert groups.run(give_early, join) == [None, 0]
+    assert groups.run(give_early, join) == [None, True]

@@ -37,7 +37,7 @@ from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
 from titan_ft.membership import group, group_store, membership, partition, pulse, rank_watch
 from titan_ft.membership.agreement import Agreement
-from titan_ft.protocol import decision, member
+from titan_ft.protocol import decision, healing, member
 from titan_ft.protocol.errors import GaveUpError
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import RoundReport
@@ -217,22 +217,17 @@ def dead_links_not_reported(patch: Patch) -> None:
 def donor_shows_no_digest(patch: Patch) -> None:
     """A donor does not show the digest of its bytes, and the joiner does not miss it."""
 
-    def judge(former: Callable[..., decision.Verdict], *args: Any) -> decision.Verdict:
-        verdict = former(*args)
-        return replace(verdict, donors=decision._send_to_donors(args[0], verdict.free), verified=bool(verdict.holders))
+    def hold(former: Callable[..., healing.Healing], self: Any, step: int, lineage: int, digest: int, own: int) -> Any:
+        shown = digest or own or 1
+        return former(self, step, lineage, shown, own if digest else shown)
 
-    def load(former: Callable[..., bool], self: Any, attempt: catch_up.CatchUp) -> bool:
-        with lent(attempt, digest=attempt.digest or None):
-            return former(self, attempt)
-
-    def confirm(former: Callable[..., None], self: Any, attempt: catch_up.CatchUp, made: decision.Round) -> None:
-        shown = made.verdict.digest or (self._position.digest if attempt.loaded else 0)
-        former(self, attempt, with_verdict(made, digest=shown))
+    def load(former: Callable[..., bool], self: Any) -> bool:
+        with lent(self._rounds, take_digest=lambda: self._position.take_digest(self._healing.digest)):
+            return former(self)
 
     substitute(patch, rounds.Rounds, "_digest_for_joiners", lambda self, quorum: None)
-    around(patch, decision, "judge", judge)
+    around(patch, healing.Healing, "hold_against", hold)
     around(patch, heal.Heal, "_load", load)
-    around(patch, heal.Heal, "_confirm", confirm)
 
 
 @mutation(kinds=("last",), promises=("no state given up",))
@@ -279,10 +274,10 @@ def update_keeps_digest(patch: Patch) -> None:
 def load_keeps_digest(patch: Patch) -> None:
     """A heal without a replayed update keeps the digest of the joiner's former state."""
 
-    def load(former: Callable[..., bool], self: Any, attempt: catch_up.CatchUp) -> bool:
+    def load(former: Callable[..., bool], self: Any) -> bool:
         digest = self._position.digest
-        with lent(attempt, digest=None), lent(self._rounds, take_digest=lambda: ""):
-            is_loaded = former(self, attempt)
+        with lent(self._rounds, take_digest=lambda: self._position.take_digest(self._healing.digest)):
+            is_loaded = former(self)
         self._position.digest = digest
         return is_loaded
 
@@ -537,16 +532,16 @@ def hang_ends_silently(patch: Patch) -> None:
 def transfer_is_awaited(patch: Patch) -> None:
     """The others wait for a joiner's transfer."""
 
-    def fetch(former: Callable[..., None], self: Position, donor: int, at: int, awaited: bool) -> None:
-        former(self, donor, at, True)
+    def take(former: Callable[..., healing.Healing], self: healing.Healing, *args: Any, **_: Any) -> healing.Healing:
+        return former(self, *args, others_wait=True)
 
-    around(patch, Position, "fetch", fetch)
+    around(patch, healing.Healing, "take", take)
 
 
 @mutation(kinds=("last",), promises=("no stall for a joiner",))
 def queue_is_replayed_at_once(patch: Patch) -> None:
     """A joiner replays its whole queue at once."""
-    substitute(patch, heal.Heal, "_note_lateness", lambda self, until: 0)
+    substitute(patch, heal._Pace, "note_lateness", lambda self, until: 0)
 
 
 @mutation(kinds=("fork",), promises=("liveness",))
@@ -564,11 +559,13 @@ def report_forgets_older_accusers(patch: Patch) -> None:
 def base_of_queue_not_compared(patch: Patch) -> None:
     """A joiner does not compare the base of the first update in its queue."""
 
-    def queue(former: Callable[..., bool], self: catch_up.CatchUp, update: decision.Update, base: int) -> bool:
-        is_first = update.step == self.from_step + 1
-        return former(self, update, self.lineage if is_first else base)
+    def queue(
+        former: Callable[..., healing.Healing], self: healing.Healing, step: int, base: int, lineage: int
+    ) -> healing.Healing:
+        is_first = step == self.from_step + 1
+        return former(self, step, self.lineage if is_first else base, lineage)
 
-    around(patch, catch_up.CatchUp, "queue", queue)
+    around(patch, healing.Healing, "queue", queue)
 
 
 @mutation(kinds=("save",), promises=("no work lost",))
@@ -595,10 +592,14 @@ def withdrawn_checkpoint_counts(patch: Patch) -> None:
 def fetched_bytes_not_compared(patch: Patch) -> None:
     """A joiner does not compare the fetched bytes with the digest that the holders agreed on."""
 
-    def load(former: Callable[..., bool], self: Any, attempt: catch_up.CatchUp) -> bool:
-        with lent(attempt, digest=None):
-            return former(self, attempt)
+    def load(former: Callable[..., bool], self: Any) -> bool:
+        with lent(self._rounds, take_digest=lambda: self._position.take_digest(self._healing.digest)):
+            return former(self)
 
+    def hold(former: Callable[..., healing.Healing], self: Any, step: int, lineage: int, digest: int, _: int) -> Any:
+        return former(self, step, lineage, digest, digest)
+
+    around(patch, healing.Healing, "hold_against", hold)
     around(patch, heal.Heal, "_load", load)
 
 
@@ -672,7 +673,12 @@ def joiner_ignores_waiting_groups(patch: Patch) -> None:
 @mutation(kinds=("joiner",), promises=("no stall for a joiner",), mode="semi")
 def joiner_sits_in_next_round(patch: Patch) -> None:
     """A joiner sits in the next round although its state is there long before."""
-    substitute(patch, heal.Heal, "_fetch_aside", lambda self, attempt: None)
+
+    def prepare(former: Callable[..., None], self: Any) -> None:
+        if self._attempt is None:
+            former(self)
+
+    around(patch, heal.Heal, "_prepare_until_quorum", prepare)
 
 
 @mutation(kinds=("lighthouse", "leave", "alone"), promises=("no work lost",), mode="semi")

@@ -8,7 +8,7 @@ All that knows the engine's constructors and verbs is here.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ from titan_ft.membership.membership import Membership
 from titan_ft.membership.rank_watch import RankWatch
 from titan_ft.protocol.decision import Broken, Round, Update
 from titan_ft.protocol.errors import Leaving
+from titan_ft.protocol.healing import Phase
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.member import Quorum
 from titan_ft.protocol.position import Position
@@ -86,11 +87,11 @@ class _WatchedDonor(Donor):
         super().__init__(state, server)
         self._rank = rank
 
-    def serve(self, made: Round, position: Position, donors: Mapping[int, Sequence[int]]) -> None:
+    def serve(self, made: Round, position: Position, *, is_update: bool) -> None:
         """Let the world judge the round, before the state is written."""
         self._rank.world.made_round(self._rank, made)
         self._rank.judge_waits(made)
-        super().serve(made, position, donors)
+        super().serve(made, position, is_update=is_update)
 
 
 @dataclass(frozen=True)
@@ -505,8 +506,8 @@ class Rank:
     @property
     def unreplayed(self) -> int:
         """Return how many updates it has fetched the base of, has queued, and has not replayed."""
-        attempt = self._heals._attempt
-        return attempt.remaining if attempt is not None and attempt.whole else 0
+        healing = self._heals._healing
+        return healing.num_remaining if healing.phase is Phase.REPLAYING else 0
 
     @property
     def update_bytes(self) -> int:
@@ -516,8 +517,7 @@ class Rank:
     @property
     def queued(self) -> int:
         """Return how many updates it has queued in the heal under way."""
-        attempt = self._heals._attempt
-        return len(attempt.updates) if attempt is not None else 0
+        return len(self._heals._healing.queued)
 
     def _heal(self, computed: bool) -> None:
         is_behind = True

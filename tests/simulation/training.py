@@ -119,9 +119,9 @@ class State:
         """End that."""
         self._shared = (-1, 0)
 
-    def copy_shared(self, step: int) -> Snapshot | None:
-        """Copy it, if it is still shared."""
-        return self.copy(*self._shared) if self._shared[0] == step else None
+    def copy_shared(self, step: int, part: Part = WHOLE) -> Snapshot | None:
+        """Copy it, or a part, if it is still shared."""
+        return self.copy(*self._shared, part) if self._shared[0] == step else None
 
     def reuse(self, snapshot: Snapshot) -> None:
         """Take the memory of a snapshot back."""

@@ -13,7 +13,7 @@ import torch
 
 from tests.simulation.kernel import Kernel, Process, Task
 from tests.simulation.network import Network, Node
-from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
 from titan_ft.transfer.wire import Message, TransferError
 
 _STALL_SECONDS, _LATE_SECONDS, _OFFER_SECONDS = 10.0, 1.0, 1.5  # as in titan_ft.transfer.state_fetch
@@ -42,8 +42,9 @@ class SnapshotServer:
         self._kernel, self.process, self.node, self.wait_seconds = kernel, process, node, wait_seconds
         self.snapshot: Snapshot | None = None
         self.offered: Message | None = None
-        self.copy: Callable[[int], None] | None = None
-        self.wanted = False
+        self.copy: Callable[[int, Part], None] | None = None
+        self.wanted: Part | None = None
+        self.is_pinned = False
         self.readers = 0
         self.closed = False
         self._waiting: list[Task] = []
@@ -52,13 +53,22 @@ class SnapshotServer:
     def publish(self, snapshot: Snapshot, copy_seconds: float) -> None:
         """Serve `snapshot` from now on."""
         self._kernel.pause()
-        self.snapshot, self.wanted = snapshot, False
+        self.snapshot, self.wanted, self.is_pinned = snapshot, None, True
         self.tell()
 
-    def offer(self, offer: Message | None, copy: Callable[[int], None] | None = None) -> None:
+    def pin(self, is_pinned: bool) -> None:
+        """Note whether the snapshot must stay."""
+        self.is_pinned = is_pinned
+
+    @property
+    def offered_step(self) -> int:
+        """Return the committed updates of the state that is offered; -1 = none is."""
+        return -1 if self.offered is None else self.offered["step"]
+
+    def offer(self, offer: Message | None, copy: Callable[[int, Part], None] | None = None) -> None:
         """Let joiners ask for a state of this step."""
         self._kernel.pause()
-        self.offered, self.copy, self.wanted = offer, copy, False
+        self.offered, self.copy, self.wanted = offer, copy, None
         self.tell()
 
     def withdraw(self) -> Snapshot | None:
@@ -132,7 +142,8 @@ class Transfers:
                 if server is None:
                     raise TransferError("connection refused")
                 if found is None:  # each request is one of its own
-                    found = self._acquire(server, node, step, None, end, cancelled, patience)
+                    part_wanted = Part(place, len(addresses))
+                    found = self._acquire(server, node, step, None, end, cancelled, patience, part_wanted)
                     server.readers -= 1
                     size = json.loads(found.header)["bytes"]
                     missing = [range(size // 2), range(size // 2, size)]
@@ -220,7 +231,9 @@ class Transfers:
             if server.process.dead or server.closed:
                 raise ConnectionResetError(f"{address}: connection reset")
         offer = server.offered
-        if offer is None or (server.copy and server.snapshot is not None and server.snapshot.step != offer["step"]):
+        if offer is None or (
+            server.is_pinned and server.snapshot is not None and server.snapshot.step != offer["step"]
+        ):
             return None
         return offer["step"], offer["lineage"], offer["digest"], offer.get("milliseconds", 0)
 
@@ -233,26 +246,35 @@ class Transfers:
         end: float,
         cancelled: Any,
         patience: float,
+        part: Part | None = None,
     ) -> Snapshot:
-        """Wait for the snapshot as a donor lets a request wait, and become one of its readers."""
+        """Wait for the snapshot as a donor lets a request wait, and become one of its readers.
+
+        Args:
+            part: what a request for the header is for; None = another request.
+        """
         kernel = self._kernel
         waits, asked = kernel.now + server.wait_seconds, False
         while True:
             self._reach(server, node, end, cancelled, patience)
             found = server.snapshot
-            if found is not None and found.step == step and lineage in (None, found.lineage):
+            offered = -1 if server.offered is None else server.offered["step"]
+            is_fit = found is not None and found.step == step and (part is None or found.part in (WHOLE, part))
+            is_past = (found is not None and found.step > step) or offered > step
+            settled = server.closed or is_past or is_fit or (kernel.now >= waits and offered != step)
+            if not settled and server.copy is not None and part is not None and not asked:
+                asked = True  # a thread of the donor's copies it, and ends with the donor
+                kernel.spawn(functools.partial(server.copy, step, part), "titan_ft_state_server", server.process)
+            is_here = found is not None and found.step == step and lineage in (None, found.lineage)
+            if found is not None and is_here and (settled or offered != step):
                 server.readers += 1
                 return found
-            settled = found is not None and found.step >= step
-            if server.copy is not None and not settled and not asked:
-                asked = True  # a thread of the donor's copies it, and ends with the donor
-                kernel.spawn(functools.partial(server.copy, step), "titan_ft_state_server", server.process)
-            offered = server.copy is None and server.offered is not None and server.offered["step"] == step
-            server.wanted = server.wanted or (offered and not settled)
-            if server.closed or settled or (kernel.now >= waits and not offered):
+            if settled:
                 held = "none" if found is None else f"step {found.step} of lineage {found.lineage}"
                 raise TransferError(f"the donor has no state of step {step} (it has {held})")
-            server.wait(server.wait_seconds if offered else waits - kernel.now)
+            if offered == step:
+                server.wanted = part or WHOLE
+            server.wait(server.wait_seconds if offered == step else waits - kernel.now)
 
     def _spend(
         self, seconds: float, server: SnapshotServer, node: Node, end: float, cancelled: Any, patience: float

@@ -1015,13 +1015,14 @@ class World(standins.World):
             self.report(
                 "no idle traffic", f"{rank.process.name} has sent gradients in a round to which nobody gave any"
             )
-        if made.quorum.rank in made.verdict.donors:
+        verdict = made.verdict
+        is_shown = own.donor < 0 or own.from_step == verdict.step  # what it asks for, or fetches
+        if not own.has_state and verdict.verified and is_shown:
             # With fewer holders that show sound bytes than others, or without any, nobody can tell which are right.
-            held = [row.slot for row in made.rows if row.has_state and row.step == made.verdict.step]
+            held = [row.slot for row in made.rows if row.has_state and row.step == verdict.step]
             groups = [self.groups[slot] for slot in held]
             sound = [group.slot for group in groups if not any(rank.state.shown for rank in group.ranks)]
-            donor = made.quorum.slots[made.verdict.donors[made.quorum.rank]]
-            self.sound[rank] = (sound if 2 * len(sound) >= len(held) else [], donor)
+            self.sound[rank] = (sound if 2 * len(sound) >= len(held) else [], own.donor)
 
     def silenced(self, group: GroupRun, ranks: list[Rank], seconds: float) -> None:
         """Look in a while whether a group still looks alive although its first host hears nothing of another one."""

@@ -24,7 +24,16 @@ from titan_ft.gradients.exchange import GradientExchange, Reduced
 from titan_ft.gradients.flight import ExchangeError
 from titan_ft.membership.group import Group
 from titan_ft.membership.membership import Membership
-from titan_ft.protocol.decision import Broken, Round, find_donors, judge, may_leave, spoiled
+from titan_ft.protocol.decision import (
+    Broken,
+    Round,
+    find_first_donors,
+    is_under_way,
+    is_update,
+    judge,
+    may_leave,
+    spoiled,
+)
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import decode
 from titan_ft.protocol.member import Member, Process, Quorum
@@ -73,18 +82,13 @@ class Rounds:
         self._events, self._drain, self._watchdog = events, drain, watchdog
         self._strategy = strategy_of(config)
         self._met: frozenset[Member] = frozenset()  # members of the last round that worked
-        self._asked_for = False  # whether one of them asked for a donor
+        self.last: Round | None = None  # the last round that worked
         self.waits = WaitLog()
 
     def ask(self) -> None:
         """Ask for the next round's quorum, unless it is asked for."""
         if not self._membership.asked and not self._position.leaving:
             self._membership.begin(self._position.claim)
-
-    @property
-    def met(self) -> bool:
-        """Say whether this group has made a round that worked: who was in it knows of it."""
-        return bool(self._met)
 
     @property
     def asked(self) -> bool:
@@ -137,12 +141,8 @@ class Rounds:
         with self._watchdog.paused():
             return self._await_quorum()
 
-    def peer_address(self, rank: int) -> str:
-        """Return the state server's address (host:port) of the same group rank in member `rank`."""
-        return self._membership.peer_address(rank)
-
     def find_holders(self) -> dict[int, Peer]:
-        """Return the counterparts of this rank whose state a newcomer can use, by slot; any thread."""
+        """Return the counterparts of this rank whose state a joiner can use, by slot; any thread."""
         return self._membership.find_holders()
 
     def find_living(self, slots: Collection[int]) -> set[int]:
@@ -161,8 +161,30 @@ class Rounds:
         self._donor.copy(self._position)
 
     def offer(self) -> None:
-        """Let a newcomer have the state while the next step is computed."""
+        """Let a joiner have the state while the next step is computed."""
         if self._config.group_size > 1 and not self._strategy.is_long:
+            self._donor.offer(self._position)
+
+    def _offer_after(self, made: Round) -> None:
+        """Offer the state after a round that makes no update, if this group may and a joiner has time to fetch it.
+
+        In a round of several steps a joiner is to train before the next exchange, which therefore cannot confirm its
+        bytes: holders offer only bytes that they have compared.
+        """
+        if self._config.group_size == 1:
+            return
+        ends, may_offer = is_update(made, self._config), made.quorum.rank in made.verdict.offering
+        if self._strategy.is_long:
+            if may_offer and made.verdict.verified and not (ends or is_under_way(made, self._config)):
+                self._donor.offer_compared(self._position, made.verdict.digest)
+                # The joiner's request may come after this group has begun a step, and would wait for the step's end.
+                if made.quorum.slots[made.quorum.rank] in find_first_donors(made):
+                    self._donor.copy_ahead(self._position)
+            else:
+                self._donor.end_offer()
+        elif not may_offer:
+            self._donor.retract()
+        elif not ends and self._donor.offers != self._position.step:
             self._donor.offer(self._position)
 
     def retract(self) -> None:
@@ -203,7 +225,7 @@ class Rounds:
             self._exchange.launch()
 
     def make(self, contribution: Contribution = NOTHING, use: GradientUse = GradientUse.GIVE) -> Round | Broken:
-        """Make one round. The position then has taken it in, and a joiner that it sends here finds a copy of the state.
+        """Make one round. The position then has taken it in, and a joiner that fetches from here finds a copy.
 
         Asks for a quorum unless one is asked for.
 
@@ -233,13 +255,14 @@ class Rounds:
                 return self._break(error, is_spoiled, started, quorum)
         assert made is not None, "the vote passed with this rank's no"
         self.waits.note_success(made.rows, quorum.rank, quorum.answered, quorum.processes, self._position.left)
-        self._met, self._asked_for = frozenset(quorum.members), made.asked_for
+        self._met, self.last = frozenset(quorum.members), made
         self._position.observe(made)
         # One that is a step ahead or behind saw a broken exchange differently: no state differs.
         alike = made.verdict.step
         if made.verdict.tie or any(made.rows[rank].step == alike for rank in made.verdict.strays):
             self._report_mismatch(made)
-        self._donor.serve(made, self._position, find_donors(made, self._config))
+        self._donor.serve(made, self._position, is_update=is_update(made, self._config))
+        self._offer_after(made)
         return made
 
     def _await_quorum(self) -> Quorum:
@@ -279,8 +302,9 @@ class Rounds:
         return bool(self._strategy.compares_before_sum and self._config.digest_every and at_end)
 
     def _digest_for_joiners(self, quorum: Quorum) -> None:
-        """Take the digest if this round may name a donor: only who shows its bytes as they are now is one."""
-        joiners = self._asked_for or not self._met.issuperset(quorum.members)
+        """Take the digest if a joiner may fetch the state: the round confirms the bytes that it fetches."""
+        is_asked = self.last is not None and self.last.asked_for
+        joiners = is_asked or not self._met.issuperset(quorum.members)
         if joiners and self._position.standing.has_state:
             self.take_digest()
 
@@ -343,7 +367,6 @@ class Rounds:
             seen=max(position.seen, position.claim),
             lineage=position.lineage,
             digest=position.digest,
-            heals=position.heals,
             donor=position.donor,
             from_step=position.from_step,
             waited=position.waited,

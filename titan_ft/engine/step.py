@@ -178,6 +178,7 @@ class ReplicaDimension:
                     self._position.begin()
                     self._rounds.waits.discard()
                     self._ledger.readers = tuple(outcome.readers)
+                    self.offer()  # again: the ledger is part of the state
                     return True
                 case decisions.Heal():
                     return False
@@ -306,8 +307,9 @@ class ReplicaDimension:
             _end_if_decided(decision)
             if isinstance(outcome, Round) and outcome.verdict.due:
                 return Opening.EXCHANGE
-            # Once more for one that has a donor now would find it healed, and with no time for a step of its own.
-            if isinstance(outcome, Round) and not (outcome.unserved or outcome.verdict.strays):
+            # Once more with compared bytes on offer would find a joiner healed, and without time for a step of its own.
+            is_unserved = isinstance(outcome, Round) and outcome.asked_for and not outcome.verdict.verified
+            if isinstance(outcome, Round) and not (is_unserved or outcome.verdict.strays):
                 break
         return Opening.TRAIN
 

@@ -137,6 +137,7 @@ class Membership:
         self._pending: Future[Quorum] | None = None
         self._former: tuple[int, Sequence[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
         self._reported: set[str] = set()  # strangers
+        self._counterparts: dict[int, Peer] = {}  # of this rank in the last quorum, by slot
         self._failures = 0  # votes in a row that failed
         self._closed = False
         self._page = StatusPage(found)
@@ -249,10 +250,6 @@ class Membership:
             ) from error
         return answer == "yes"
 
-    def peer_address(self, rank: int) -> str:
-        """Return the state server's address (host:port) of the same group rank in member `rank`."""
-        return self._rendezvous.peers[rank]
-
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Wait for an exchange: broken off when members are silent, have left it (`Pulse`) or cannot be reached."""
@@ -294,12 +291,15 @@ class Membership:
         return None if status is None else find_ages(self.member, status, beat)
 
     def find_holders(self) -> dict[int, Peer]:
-        """Return this rank's counterparts in other groups whose state a newcomer can use, by slot; any thread.
+        """Return this rank's counterparts whose state a joiner can use, by slot; any thread.
 
-        With rounds of several steps those of all groups that live. Else a state is outdated with the next update, which
-        a newcomer that has no quorum yet would miss; but where the others' exchange counts on a former process of this
-        group it breaks, and is made again with this one.
+        They are those of the last quorum, if there was one. A newcomer without a quorum finds them on the lighthouse's
+        page. It can use their state only if their exchange counts on the former process of its group: that exchange
+        breaks, and is made again with the newcomer. Otherwise the newcomer would miss the next update. In a round of
+        several steps the state stays as it is for long, and any group that lives can be asked.
         """
+        if self._counterparts:
+            return self._counterparts
         status = self._read_status()
         if not (self._strategy.is_long or expects_former(self.member, status)):
             return {}
@@ -308,16 +308,16 @@ class Membership:
     def find_addresses(self, slots: Sequence[int]) -> list[str]:
         """Return the state servers' addresses (host:port) of this rank's counterparts in these groups; any thread.
 
-        That of one which does not live any more, or cannot be reached, is empty.
+        The address is empty of a group that does not live any more, or cannot be reached.
 
         Raises:
             OSError: that is so of all of them, or the lighthouse does not answer.
         """
-        peers = self._find_peers(self._read_status())
+        peers = self._counterparts or self._find_peers(self._read_status())
 
         def find(slot: int) -> str:
             with contextlib.suppress(KeyError, OSError, RuntimeError):
-                return look_up(peers[slot], self._group_rank)
+                return peers[slot].address or look_up(peers[slot], self._group_rank)
             return ""
 
         addresses = call_for_each(find, slots, "titan_ft_addresses", len(slots))
@@ -381,6 +381,7 @@ class Membership:
             error = self._rendezvous.configure(key, reply.quorum_id, members, self.member, step)
             ready = time.monotonic()
             if error is None:
+                self._note_counterparts(members)
                 self._events.emit(
                     Joined(
                         quorum=reply.quorum_id,
@@ -395,6 +396,19 @@ class Membership:
         max_step = reply.max_step if alone else max(step, self._rendezvous.step)
         rank = members.index(self.member)
         return Quorum(key, rank, members, max_step, error=error, asked=asked, answered=answered, ready=ready)
+
+    def _note_counterparts(self, members: Sequence[Member]) -> None:
+        """Remember where this rank's counterparts in the quorum serve their states.
+
+        Not with rounds of several steps: in the hour until the next quorum a member may be replaced.
+        """
+        if self._strategy.is_long:
+            return
+        addresses = self._rendezvous.addresses
+        others = [member for member in members if member != self.member and member.unique in addresses]
+        self._counterparts = {
+            member.slot: Peer(member.unique, member.store, addresses[member.unique]) for member in others
+        }
 
     def _find_members(self, step: int, failures: int) -> tuple[Any, Admission]:
         """Ask for a quorum and pick this group's own kind out of the reply.

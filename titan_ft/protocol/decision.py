@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a group does next: the whole policy of the protocol, as pure functions.
 
-    rows of a round -> judge -> Verdict (who holds the job's state, whose gradient counts, who serves whom)
+    rows of a round -> judge -> Verdict (who holds the job's state, and whose gradient counts)
     position, round, config -> decide -> one Decision
 
 Every rank of every group knows the same rows, and every rank of a group the same position, so each comes to the same
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from titan_ft.config import FaultTolerance
 from titan_ft.protocol.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
+from titan_ft.protocol.healing import rotate
 from titan_ft.protocol.ledger import Entry, share_out
 from titan_ft.protocol.member import Process, Quorum
 from titan_ft.protocol.row import Row, Standing, Why, descend
@@ -120,9 +121,8 @@ class Verdict:
         resting: those of them that keep theirs back, because the step could not be committed.
         opening: those of them that make the round for others, right behind an update (`Row.opening`).
         early: those of them that have steps of their round left (`Row.early`).
-        donors: for each rank that is behind, the holder that serves it; without one if all holders serve others now.
-        free: holders that may serve, and that nobody fetches from. Beside groups that train, one that has yet to begin
-            may not: its ledger knows of no readers.
+        offering: holders that may offer their state. A holder that has not begun may not do so beside groups that
+            train: its ledger lists no readers.
         awaited: members whose transfer must end before the next update.
         valid_tokens, tokens, loss, max_loss: sums (and the largest) over the contributors.
     """
@@ -141,8 +141,7 @@ class Verdict:
     resting: tuple[int, ...]
     opening: tuple[int, ...]
     early: tuple[int, ...]
-    donors: dict[int, int]
-    free: tuple[int, ...]
+    offering: tuple[int, ...]
     awaited: tuple[int, ...]
     valid_tokens: int
     tokens: int
@@ -175,14 +174,8 @@ class Round:
 
     @property
     def asked_for(self) -> bool:
-        """Say whether a member asks for a donor, or may in the next round."""
+        """True if a member asks for the state: the holders show their digests in the next round."""
         return any(not row.has_state and row.donor < 0 for row in self.rows)
-
-    @property
-    def unserved(self) -> bool:
-        """Say whether a member asks for a donor and is given none in this round."""
-        donors = self.verdict.donors
-        return any(not row.has_state and row.donor < 0 and rank not in donors for rank, row in enumerate(self.rows))
 
     def slots(self, ranks: Sequence[int]) -> list[int]:
         """Return the slots of `ranks`."""
@@ -293,13 +286,6 @@ class Wait(Decision):
 @dataclass(frozen=True)
 class Heal(Decision):
     """This group does not hold the job's state: its gradients are void, a donor's state is needed."""
-
-
-@dataclass(frozen=True)
-class Fetch(Decision):
-    """Fetch the state from the members `donors` (ranks in the quorum), of which the first is this group's own."""
-
-    donors: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -454,6 +440,19 @@ def is_update(made: Round, config: FaultTolerance) -> bool:
     return verdict.valid_tokens > 0 and not (_find_wait(made, config) or uncovered(made, config))
 
 
+def is_under_way(made: Round, config: FaultTolerance) -> bool:
+    """True if the members that train make an update now, though not in this round: in the next one."""
+    trains = any(made.rows[rank].training for rank in made.verdict.ready)
+    return trains and made.verdict.due and _find_wait(made, config) is None
+
+
+def find_first_donors(made: Round) -> set[int]:
+    """Return the slots of the holders that the members which ask for the state will ask to copy it first."""
+    offering = made.slots(made.verdict.offering)
+    asking = [row.slot for row in made.rows if not row.has_state and row.donor < 0]
+    return {rotate(offering, slot)[0] for slot in asking} if offering else set()
+
+
 def gives_next(made: Round, config: FaultTolerance) -> bool:
     """Say whether those that keep their gradients back send them in the next round."""
     return bool(made.verdict.resting) and not made.verdict.strays and not _find_wait(made, config)
@@ -477,25 +476,10 @@ def _share_of(slot: int, lacking: Collection[int], made: Round) -> list[int]:
     return ([slot] if slot in lacking else []) + others[slot]
 
 
-def find_donors(made: Round, config: FaultTolerance) -> dict[int, tuple[int, ...]]:
-    """Return the holders that each joiner which is sent to a donor in this round fetches from, that donor first.
-
-    They all hold the same bytes, so each gives a part. In a second attempt it is the donor alone: had one of several
-    given other bytes than it showed, nobody could tell which, and the same might do so again.
-    """
-    free = made.verdict.free
-    most = strategy_of(config).limit_donors(len(free))
-    return {
-        joiner: (free[free.index(donor) :] + free)[: 1 if made.rows[joiner].heals else most]
-        for joiner, donor in made.verdict.donors.items()
-    }
-
-
 def _heal(position: Position, made: Round, config: FaultTolerance) -> Decision:
     verdict = made.verdict
     if verdict.holders:
-        donors = find_donors(made, config).get(made.quorum.rank)
-        return Repeat() if donors is None or position.donor >= 0 else Fetch(donors)
+        return Repeat()
     if position.alone < ALONE_SECONDS:
         return Wait("no holder of the state is in the quorum")  # they may only be late, and a transfer may still end
     seen, best = max(row.seen for row in made.rows), max(row.step for row in made.rows)
@@ -571,7 +555,7 @@ def find_last_to_leave(position: Position, left: Collection[int], own: int) -> L
 
 
 def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) -> Verdict:
-    """Decide from all members' rows who holds the state, whose gradient counts and who serves whom.
+    """Decide from all members' rows who holds the state, and whose gradient counts.
 
     Args:
         read: slots whose data each member's gradients are made of.
@@ -587,9 +571,7 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
     ready = tuple(rank for rank in holders if rows[rank].standing == Standing.READY)
     contributors = tuple(rank for rank in ready if rows[rank].valid_tokens > 0 and rank not in doubled)
     joiners = [rank for rank, row in enumerate(rows) if row.standing == Standing.CATCHING_UP]
-    fetched_from = {rows[rank].donor for rank in joiners}
     train = max((rows[rank].training for rank in holders), default=0)
-    free = tuple(r for r in holders if rows[r].slot not in fetched_from and rows[r].training == train)
     verified = bool(holders) and all(rows[rank].digest for rank in holders)
     return Verdict(
         step=step,
@@ -606,9 +588,7 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
         resting=tuple(rank for rank in ready if rows[rank].resting),
         opening=tuple(rank for rank in ready if rows[rank].opening),
         early=tuple(rank for rank in ready if rows[rank].early),
-        # Only when all have taken their digest: a corrupt donor and its joiner would outvote the sound groups later.
-        donors=_send_to_donors(rows, free if verified else ()),
-        free=free,
+        offering=tuple(rank for rank in holders if rows[rank].training == train),
         awaited=tuple(rank for rank in joiners if rows[rank].awaited and rows[rank].donor >= 0),
         valid_tokens=sum(rows[rank].valid_tokens for rank in contributors),
         tokens=sum(rows[rank].tokens for rank in contributors),
@@ -692,12 +672,3 @@ def _find_doubled(holders: Sequence[int], read: Sequence[Collection[int]]) -> tu
 def _most_common(values: list[int]) -> int:
     """Return the most common value, of equally common ones the first; 0 if there is none."""
     return Counter(values).most_common(1)[0][0] if values else 0
-
-
-def _send_to_donors(rows: Sequence[Row], free: Sequence[int]) -> dict[int, int]:
-    """Pair each rank that is behind with a holder that serves nobody yet.
-
-    A holder has one copy of its state: a joiner that came at a later step would take it from one that is fetching.
-    """
-    behind = [rank for rank, row in enumerate(rows) if row.standing == Standing.BEHIND]
-    return {rank: free[(place + rows[rank].heals) % len(free)] for place, rank in enumerate(behind) if free}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from titan_ft.protocol.decision import Round, Update
+from titan_ft.protocol.healing import Healing, Phase
 from titan_ft.protocol.row import Standing
 
 
@@ -38,8 +39,7 @@ class Position:
     waited: float = 0.0  # seconds by the group's clock, for the job's first step; 0 while others live outside
     exclusions: int = 0  # steps in a row that were made without this group's gradients
 
-    # The heal under way.
-    heals: int = 0  # attempts
+    # The heal under way, as `show` takes it over from `Healing`.
     donor: int = -1  # slot that it fetches from
     from_step: int = 0  # of the state that it fetches there
     target: int = 0  # step of the state when all that is fetched has been replayed; 0 = nothing is fetched
@@ -153,9 +153,9 @@ class Position:
         self.training = True
 
     def fall_behind(self) -> None:
-        """Give up the claim to the job's state and ask for a donor."""
-        self.standing, self.training, self.heals = Standing.BEHIND, True, 0
-        self.end_fetch()
+        """Give up the claim to the job's state."""
+        self.training = True
+        self.show(Healing())
 
     def finish(self) -> None:
         """Hold the final state, and stay for those that need it."""
@@ -163,44 +163,24 @@ class Position:
 
     # The heal
 
-    def fetch(self, donor: int, step: int, awaited: bool) -> None:
-        """Begin to fetch the state after `step` updates from the group `donor`."""
-        self.standing, self.donor, self.from_step, self.awaited = Standing.CATCHING_UP, donor, step, awaited
-        self.heals += 1
+    def show(self, healing: Healing) -> None:
+        """Let the other groups see where this group's heal is.
 
-    def follow(self, donor: int) -> None:
-        """Name another group that the state comes from as the donor: the one that it was sent to is gone."""
-        self.donor = donor
-
-    def keep_up(self) -> None:
-        """Let the others wait: no more updates are queued."""
-        self.awaited = True
-
-    def fetch_newer(self) -> None:
-        """End an attempt for another one that is no retry, so that all donors may give the state."""
-        self.heals -= 1
-        self.end_fetch()
-
-    def fetched(self, target: int) -> None:
-        """All ranks have their part of the donor's state; with what is queued it makes that of step `target`."""
-        self.target, self.awaited = target, False
-
-    def end_fetch(self, rest: bool = False) -> None:
-        """End an attempt without success; ask the next donor at once, or `rest` first."""
-        self.donor, self.target, self.awaited = -1, 0, False
-        self.standing = Standing.CATCHING_UP if rest else Standing.BEHIND
+        Once all ranks have the fetched state, the group claims the step that the replay leads to.
+        """
+        is_fetched = healing.phase is Phase.REPLAYING
+        self.standing = healing.standing
+        self.donor, self.from_step = healing.donor, healing.from_step
+        self.target = healing.target_step if is_fetched else 0
+        self.awaited = healing.others_wait
 
     def be_alone(self, seconds: float) -> None:
         """Go on without a holder of the state in sight; 0 = one is there."""
         self.alone = seconds
 
-    def heal(self) -> None:
-        """Hold the job's state again."""
-        self.standing, self.donor, self.target, self.awaited = Standing.READY, -1, 0, False
-
     def roll_back(self) -> None:
         """Take this group's own state, the latest that is left, for the job's."""
-        self.heal()
+        self.show(Healing(Phase.READY))
         self.seen = self.step
 
     # Checkpoints

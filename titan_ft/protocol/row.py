@@ -22,7 +22,7 @@ _FLOATS = frozenset(("loss", "max_loss", "waited", "seconds", "asked", "came"))
 class Standing(IntEnum):
     """A member's relation to the job's state."""
 
-    BEHIND = 0  # lacks the state and asks for a donor
+    BEHIND = 0  # lacks the state and asks holders for it
     CATCHING_UP = 1  # fetches the state and queues the reduced gradients meanwhile
     READY = 2  # has the state and trains
     FINISHED = 3  # has the final state and stays for those that still need it
@@ -67,8 +67,7 @@ class Row:
         tokens: all tokens of its batches.
         loss: its loss sum, scaled by 1 / (nominal tokens of all groups together).
         max_loss: largest mean loss of one of its ranks.
-        heals: heals that the member began since it has been behind; the next one asks the next donor.
-        donor: slot that a member that is catching up fetches from; -1 = none at the moment.
+        donor: slot of the donor that a member which is catching up names; -1 = none at the moment.
         from_step: committed updates in the state that it fetches there.
         waited: seconds that the member has waited for the job's first step.
         awaited: whether the others must wait until the member has fetched the state, or replayed what it has queued; it
@@ -102,7 +101,6 @@ class Row:
     tokens: int = 0
     loss: float = 0.0
     max_loss: float = 0.0
-    heals: int = 0
     donor: int = -1
     from_step: int = 0
     waited: float = 0.0

@@ -136,7 +136,7 @@ class TrainState:
         self._counters = counters
         self._on_load = on_load
         self._memory = HostMemory(num_ranks)
-        self._is_reserved, self._shares = False, True
+        self._is_reserved = False
         # The last copy, until training comes behind it, and what it reads: memory that nothing else may take yet.
         self._under_way: tuple[torch.Event | None, list[torch.Tensor]] | None = None
         # What another thread may copy, as it is behind the last update.
@@ -146,17 +146,11 @@ class TrainState:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._come_behind_copy())
 
-    def reserve(self, gather: Callable[[int], list[int]] = lambda own: [own]) -> None:
-        """Have host memory for a copy pinned in the background, once; to be called when the optimizers have a state.
-
-        Where it is scarce on one of the ranks nothing is shared any more: every group would copy all of its state.
-
-        Args:
-            gather: an integer of every rank of the group, the first time.
-        """
+    def reserve(self) -> None:
+        """Have host memory for a copy pinned in the background, once; to be called when the optimizers have a state."""
         if not self._is_reserved:
             self._is_reserved = True
-            self._shares = all(gather(self._memory.reserve(self.payload_bytes)))
+            self._memory.reserve(self.payload_bytes)
 
     def close(self) -> None:
         """Let go of the host memory; waits for a copy under way."""
@@ -164,13 +158,11 @@ class TrainState:
             self._memory.close()
 
     def share(self, step: int, lineage: int) -> bool:
-        """Let `copy_shared` copy the state, as it is now, until `unshare`; False if it may change before, or `reserve`.
+        """Let `copy_shared` copy the state, as it is now, until `unshare`; False if it may change before.
 
         A forward may write buffers, whenever it likes. And FSDP puts whole parameters in the place of shards meanwhile:
         what is to be copied is looked up now.
         """
-        if not self._shares:
-            return False
         parts = self._parts(step, lineage)
         if any(name.startswith(_BUFFER) for name, _, _ in parts.tensors):
             return False
@@ -183,7 +175,7 @@ class TrainState:
             with self._copying:
                 self._shared = None
 
-    def copy_shared(self, step: int) -> Snapshot | None:
+    def copy_shared(self, step: int, part: Part = WHOLE) -> Snapshot | None:
         """Copy the state of `step` while training computes with it; None if it is not shared. Any thread.
 
         Training comes behind the copy, and not behind the memory for it, which may take seconds to pin.
@@ -191,10 +183,10 @@ class TrainState:
         shared = self._shared
         if shared is None or shared.step != step:
             return None
-        payload = self._memory.take(_lay_out(shared.tensors)[1])
+        part, payload = self._take_memory(shared, part)
         with self._copying:
             if self._shared is shared:
-                return self._copy(shared, payload)
+                return self._copy(shared, payload, part)
         self._memory.give_back(payload)
         return None
 
@@ -209,12 +201,16 @@ class TrainState:
             part: what is enough where the host's memory is scarce.
         """
         parts = self._parts(step, lineage)
-        entries, size = _lay_out(parts.tensors)
-        if part != WHOLE and not self._memory.is_scarce(size):
-            part = WHOLE
-        payload = self._memory.take(len(part.of(entries, size)))
+        part, payload = self._take_memory(parts, part)
         with self._copying:
             return self._copy(parts, payload, part)
+
+    def _take_memory(self, state: _Parts, part: Part) -> tuple[Part, torch.Tensor]:
+        """Return what of the state is to be copied, and memory for it: `part` where memory is scarce, else all."""
+        entries, size = _lay_out(state.tensors)
+        if part != WHOLE and not self._memory.is_scarce(size):
+            part = WHOLE
+        return part, self._memory.take(len(part.of(entries, size)))
 
     def _parts(self, step: int, lineage: int) -> _Parts:
         tensors = list(self._tensors(self._optimizers))

@@ -205,7 +205,8 @@ class _Transfer:
         Raises as `fetch`, and OSError, ValueError, KeyError: it is gone or does not speak the protocol.
         """
         with _Link(self._addresses[place], self._token, self._farewell[place]) as first:
-            answer, header = first.request({"step": self._step, "header": True})
+            part = (place, len(self._addresses))
+            answer, header = first.request({"step": self._step, "header": True, "part": part})
             self._lay_out(bytes(header))
             self._slices.note_held(place, range(*answer["held"]))
             with ThreadPoolExecutor(self._connections, "titan_ft_fetch") as pool:

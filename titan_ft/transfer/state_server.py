@@ -19,7 +19,7 @@ from typing import Any
 from titan_ft import device
 from titan_ft.transfer.pace import Pace
 from titan_ft.transfer.reach import answer_probe
-from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
 from titan_ft.transfer.wire import TOKEN_REMEDY, Message, octets, proof, read_line, same, write_line
 
 _HANDSHAKE_SECONDS = 10.0
@@ -61,8 +61,9 @@ class StateServer:
         self._snapshot: Snapshot | None = None
         self._copy_seconds = 0.0
         self._offer: Message | None = None
-        self._copy: Callable[[int], None] | None = None
-        self._wanted = False
+        self._copy: Callable[[int, Part], None] | None = None
+        self._wanted: Part | None = None
+        self._is_pinned = False
         self._readers = 0
         self._changed = threading.Condition()
         self._use_device = device.for_thread()
@@ -79,8 +80,22 @@ class StateServer:
     def publish(self, snapshot: Snapshot, copy_seconds: float) -> None:
         """Serve `snapshot`, which took the host `copy_seconds` to copy, or to let a GPU copy, from now on."""
         with self._changed:
-            self._snapshot, self._copy_seconds, self._wanted = snapshot, copy_seconds, False
+            self._snapshot, self._copy_seconds = snapshot, copy_seconds
+            self._wanted, self._is_pinned = None, True
             self._changed.notify_all()
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if the snapshot must stay; see `pin`."""
+        return self._is_pinned
+
+    def pin(self, is_pinned: bool) -> None:
+        """Note whether the snapshot must stay for a joiner that has this donor only.
+
+        Then no state that would take its place is offered. A snapshot that was published just now must stay until it is
+        known whose it is.
+        """
+        self._is_pinned = is_pinned
 
     def withdraw(self) -> Snapshot | None:
         """Stop serving; returns the snapshot if its memory may be used again (nobody reads it)."""
@@ -88,16 +103,17 @@ class StateServer:
             snapshot, self._snapshot = self._snapshot, None
             return snapshot if self._readers == 0 else None
 
-    def offer(self, offer: Message | None, copy: Callable[[int], None] | None = None) -> None:
+    def offer(self, offer: Message | None, copy: Callable[[int, Part], None] | None = None) -> None:
         """Let joiners ask for a state of this step, lineage and digest, which is published once it is `wanted`.
 
-        None takes the offer back; who waits for it then does so for `wait_seconds` only.
+        None takes the offer back; a joiner that waits for it then does so for `wait_seconds` only.
 
         Args:
-            copy: publishes the state of a step at once, if it still can; called on the thread of whoever wants it.
+            copy: publishes the state of a step, or a part of it, at once if it still can; called on the thread of the
+                joiner's connection.
         """
         with self._changed:
-            self._offer, self._copy, self._wanted = offer, copy, False
+            self._offer, self._copy, self._wanted = offer, copy, None
             self._changed.notify_all()
 
     @property
@@ -106,8 +122,14 @@ class StateServer:
         return self._snapshot
 
     @property
-    def wanted(self) -> bool:
-        """Say whether a joiner waits for the state that is offered."""
+    def offered_step(self) -> int:
+        """Return the committed updates of the state that is offered; -1 = none is."""
+        offer = self._offer
+        return -1 if offer is None else offer["step"]
+
+    @property
+    def wanted(self) -> Part | None:
+        """Return the part of the offered state that a joiner waits for; None = no joiner waits."""
         return self._wanted
 
     def close(self) -> None:
@@ -157,15 +179,15 @@ class StateServer:
                 self._served(request["done"], snapshot, request["bytes"], copied, time.monotonic() - started)
 
     def _find_offer(self, step: int) -> Message | None:
-        """Return what is offered; nothing that would have to be copied over what another joiner fetches.
+        """Return what is offered; nothing that would take the place of a snapshot which must stay.
 
         A group that offers fewer than `step` updates is about to make the next one: it is waited for, for a moment.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._offer is None or self._offer["step"] >= step, _OFFER_SECONDS)
             offer, held = self._offer, self._snapshot
-            taken = self._copy is not None and offer is not None and held is not None and held.step != offer["step"]
-            return None if taken else offer
+            is_taken = self._is_pinned and offer is not None and held is not None and held.step != offer["step"]
+            return None if is_taken else offer
 
     @staticmethod
     def _next_request(connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> Message:
@@ -179,21 +201,32 @@ class StateServer:
     def _acquire(self, stream: BufferedRWPair[Any, Any], request: Message) -> Snapshot | str:
         """Wait for the snapshot of `request` and become one of its readers; the reason if there is none."""
         step, ends = request["step"], time.monotonic() + self._wait_seconds
+        part = _read_part(request)
 
-        def settled() -> bool:
-            return self._pace.closed or (self._snapshot is not None and self._snapshot.step >= step)
+        def is_fit() -> bool:
+            held = self._snapshot
+            return held is not None and held.step == step and held.part in (WHOLE, part)
 
-        if (copy := self._copy) is not None and not settled():
-            copy(step)
+        def is_settled() -> bool:
+            held, offer = self._snapshot, self._offer
+            is_past = (held is not None and held.step > step) or (offer is not None and offer["step"] > step)
+            return self._pace.closed or is_past or is_fit()
+
+        if "header" not in request:  # it goes on with what is here
+            part = self._snapshot.part if self._snapshot is not None else part
+        elif (copy := self._copy) is not None and not is_settled():
+            copy(step, part)
         while True:
             with self._changed:
-                offered = self._copy is None and self._offer is not None and self._offer["step"] == step
-                self._wanted = self._wanted or (offered and not settled())
+                is_offered = self._offer is not None and self._offer["step"] == step
+                if is_offered and not is_settled():
+                    self._wanted = part
                 # The training thread copies it between two steps, which may be long.
-                rest = math.inf if offered else ends - time.monotonic()
-                over = self._changed.wait_for(settled, min(_WAITING_SECONDS, rest)) or rest <= _WAITING_SECONDS
+                rest = math.inf if is_offered else ends - time.monotonic()
+                over = self._changed.wait_for(is_settled, min(_WAITING_SECONDS, rest)) or rest <= _WAITING_SECONDS
                 found = self._snapshot
-                if found and (found.step, found.lineage) == (step, request.get("lineage", found.lineage)):
+                is_here = found and (found.step, found.lineage) == (step, request.get("lineage", found.lineage))
+                if found and is_here and (over or not is_offered):
                     self._readers += 1
                     return found
             if over:
@@ -221,6 +254,18 @@ class StateServer:
             data = memoryview(b"")
         write_line(stream, {**answer, "bytes": data.nbytes, "crc32": zlib.crc32(data)})
         send(connection, data)
+
+
+def _read_part(request: Message) -> Part:
+    """Return the part of the state that a request is for.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    place, number = request.get("part", (0, 1))
+    if place >= number:
+        raise ValueError(f"no part of a state: {place} of {number}")
+    return Part(place, number)
 
 
 class _Server(socketserver.ThreadingTCPServer):

@@ -9,14 +9,17 @@ raw tensor bytes.
 
 A connection carries one request line after another: {"step", "lineage", "offset", "bytes"} for a range of the payload,
 "header" in place of "offset" for the header, "done" when the joiner has everything, "bytes" of it from here. Each
-answer is a JSON line {"bytes": n, "crc32": checksum} or {"error": text}, then n raw bytes; with the header it says by
-"held" where what the donor has of the payload begins and ends: a part, where its host's memory is scarce. While the
-donor has yet to take the snapshot, a line {"waiting": step} now and then comes before it, so that silence always means
-that something is wrong.
+answer is a JSON line {"bytes": n, "crc32": checksum} or {"error": text}, then n raw bytes. While the donor has yet to
+take the snapshot, a line {"waiting": step} now and then comes before it, so that silence always means that something is
+wrong.
+
+A request for the header says by "part": [place, number] which of the joiner's donors this one is: where its host's
+memory is scarce, it copies that part of the state only. The answer says by "held" where the donor's bytes of the
+payload begin and end.
 
 A request {"offer": true, "step"} is answered by {"step", "lineage", "digest"} of the state that the donor lets joiners
 have until its next update (`offer.py`), with {"milliseconds"} that its last step took; or by {"error": text} if it is
-none. If the donor has yet to make so many updates, it answers when it has, or after a second with what it offers then.
+none. A donor that has yet to make so many updates answers when it has, or after a second with what it offers then.
 
 A request {"probe": n, "back": address} is followed by n bytes, which come back behind {"bytes": n}: whether two ranks
 reach each other at all (`reach.py`); the joiner's first line has blanks before it then.
@@ -59,6 +62,7 @@ class Message(TypedDict, total=False):
     bytes: Size
     crc32: int
     header: bool
+    part: tuple[Size, Size]
     held: tuple[Size, Size]
     done: str
     error: str

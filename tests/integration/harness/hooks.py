@@ -311,7 +311,7 @@ def install_progress() -> None:
             WORKER.fetching.unlink(missing_ok=True)
 
     def queue(catch_up: CatchUp, *_: Any) -> None:
-        WORKER.queued = len(catch_up.updates)
+        WORKER.queued = len(catch_up._updates)
 
     def await_quorum(trainer: ReplicaTrainer) -> None:
         WORKER.is_awaited = lambda: trainer._links.membership.answered
@@ -321,7 +321,7 @@ def install_progress() -> None:
     after(ReplicaTrainer, "_build_replica", await_quorum)
     wrap(heal, "fetch", fetch)
     wrap(StepStrategy, "apply", apply)
-    after(CatchUp, "queue", queue)
+    after(CatchUp, "keep", queue)
     after(ReplicaDimension, "_wait", lambda *_: WORKER.mark("awaits"))
     before(HuggingFaceTokenizer, "encode", encode)
     before(OptimizersContainer, "step", optimize)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a group offers in the midst of its round, how a joiner finds it, and how it comes to it."""
+"""What a state server offers, how a joiner finds it, and how it comes to it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from state_donor import DEADLINE, TOKEN, Donor, check_equal, make_snapshot, wait_until
 
-from titan_ft.engine import donor as donors
 from titan_ft.engine import offer as offers
-from titan_ft.engine.offer import NO_OFFER, Offer, OfferSearch, ask_all
-from titan_ft.protocol.decision import Round, judge
+from titan_ft.engine.offer import OfferSearch, ask_all
 from titan_ft.protocol.errors import RefusedError
-from titan_ft.protocol.member import Member, Quorum
-from titan_ft.protocol.row import Row, Standing
+from titan_ft.protocol.healing import NO_OFFER, Offer
 from titan_ft.transfer.reach import Peer
-from titan_ft.transfer.state_fetch import ask_offer
-from titan_ft.transfer.wire import Message, TransferError
+from titan_ft.transfer.snapshot import WHOLE, Part
+from titan_ft.transfer.state_fetch import ask_offer, fetch
+from titan_ft.transfer.wire import Message, TransferError, prove, read_line, write_line
 
 HELD = Message(step=5, lineage=1005, digest=77)
 
@@ -57,16 +55,16 @@ def test_what_is_offered_is_copied_when_it_is_wanted(
     donor = start_donor(wait_seconds=0.0)
     donor.server.offer(HELD)
     ask_offer(donor.address, TOKEN)
-    assert not donor.server.wanted
+    assert donor.server.wanted is None
     fetched = background.submit(donor.fetch, 5)
-    wait_until(lambda: donor.server.wanted)
+    wait_until(lambda: donor.server.wanted == WHOLE)
     time.sleep(0.05)  # longer than an answer takes that would be too soon
     assert not fetched.done()
     sent = donor.publish(make_snapshot(5, 3000))
-    assert not donor.server.wanted
+    assert donor.server.wanted is None
     check_equal(fetched.result(DEADLINE), sent)
     check_equal(donor.fetch(5), sent)  # another joiner gets the same copy
-    assert not donor.server.wanted
+    assert donor.server.wanted is None
 
 
 def test_an_offer_that_is_taken_back_ends_the_wait(
@@ -76,18 +74,18 @@ def test_an_offer_that_is_taken_back_ends_the_wait(
     donor = start_donor(wait_seconds=0.0)
     donor.server.offer(HELD)
     fetched = background.submit(donor.fetch, 5)
-    wait_until(lambda: donor.server.wanted)
+    wait_until(lambda: donor.server.wanted == WHOLE)
     donor.server.offer(None)
-    assert not donor.server.wanted
+    assert donor.server.wanted is None
     with pytest.raises(TransferError, match="no state of step 5"):
         fetched.result(DEADLINE)
 
 
 def test_what_can_be_copied_at_once_is_copied_for_who_wants_it(donor: Donor) -> None:
-    """While training computes; what another joiner fetches is not replaced, and so not offered."""
+    """While training computes; a copy that must stay for another joiner is not replaced, and so nothing is offered."""
     sent, copies = make_snapshot(5, 3000), []
 
-    def copy(step: int) -> None:
+    def copy(step: int, part: Part) -> None:
         copies.append(step)
         if step == 5:
             donor.publish(sent)
@@ -101,17 +99,17 @@ def test_what_can_be_copied_at_once_is_copied_for_who_wants_it(donor: Donor) -> 
     assert ask_offer(donor.address, TOKEN) == (5, 1005, 0, 700)
     donor.server.offer(Message(step=6, lineage=1006, digest=0), copy)
     assert ask_offer(donor.address, TOKEN) is None
-    donor.server.withdraw()
-    assert ask_offer(donor.address, TOKEN) == (6, 1006, 0, 0)
+    donor.server.pin(False)
+    assert ask_offer(donor.address, TOKEN) == (6, 1006, 0, 0), "the other one has a donor besides"
 
 
 def test_a_group_that_is_about_to_make_the_update_is_waited_for(donor: Donor, background: ThreadPoolExecutor) -> None:
     """A newcomer asks when its quorum comes, and the others may still apply the update before: each may be a donor."""
-    donor.server.offer(Message(step=5, lineage=1005, digest=0), lambda step: None)
+    donor.server.offer(Message(step=5, lineage=1005, digest=0), lambda step, part: None)
     asked = background.submit(ask_offer, donor.address, TOKEN, 6)
     with pytest.raises(TimeoutError):
         asked.result(0.2)
-    donor.server.offer(Message(step=6, lineage=1006, digest=0), lambda step: None)
+    donor.server.offer(Message(step=6, lineage=1006, digest=0), lambda step, part: None)
     assert asked.result(DEADLINE) == (6, 1006, 0, 0)
     assert ask_offer(donor.address, TOKEN, 6) == (6, 1006, 0, 0)
     assert ask_offer(donor.address, TOKEN, 7) == (6, 1006, 0, 0), "nobody waits for long"
@@ -124,45 +122,118 @@ def test_what_cannot_be_copied_at_once_is_waited_for(
 ) -> None:
     """The update is being made: the round that ends with it shows the donor that a joiner wants the state before."""
     donor, asked = start_donor(), threading.Event()
-    donor.server.offer(Message(step=5, lineage=1005, digest=0), lambda step: asked.set())
+    donor.server.offer(Message(step=5, lineage=1005, digest=0), lambda step, part: asked.set())
     fetched = background.submit(donor.fetch, 5)
     assert asked.wait(DEADLINE)
     sent = donor.publish(make_snapshot(5, 3000))
     check_equal(fetched.result(DEADLINE), sent)
 
 
+def test_a_joiner_with_several_donors_says_which_part_each_may_copy(donor: Donor) -> None:
+    """By its place among them; of one donor it needs the whole."""
+    parts: list[Part] = []
+
+    def copy(step: int, part: Part) -> None:
+        parts.append(part)
+        donor.publish(make_snapshot(5, 3000))
+
+    donor.server.offer(Message(step=5, lineage=1005, digest=0), copy)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = f"127.0.0.1:{closed.getsockname()[1]}"
+    fetch([gone, donor.address], TOKEN, 5, "joiner", 2, DEADLINE)
+    donor.server.withdraw()
+    fetch([donor.address], TOKEN, 5, "joiner", 2, DEADLINE)
+    assert parts == [Part(1, 2), WHOLE]
+
+
+def test_a_part_is_followed_by_the_whole_for_who_needs_more(start_donor: Callable[..., Donor]) -> None:
+    """Where memory is scarce; who fetches the part that was here goes on with the whole."""
+    donor, parts = start_donor(), list[Part]()
+    whole = make_snapshot(5, 3000)
+
+    def copy(step: int, part: Part) -> None:
+        parts.append(part)
+        if part == WHOLE:
+            donor.publish(whole)
+        else:
+            donor.publish(replace(whole, payload=whole.payload[:0], part=part))
+
+    donor.server.offer(Message(step=5, lineage=whole.lineage, digest=0), copy)
+    with pytest.raises(TransferError):
+        fetch([donor.address, "127.0.0.1:1"], TOKEN, 5, "joiner", 2, DEADLINE)
+    check_equal(donor.fetch(5), whole)
+    assert parts == [Part(0, 2), WHOLE]
+
+
+@pytest.mark.parametrize("part", [(2, 2), (0, 0)])
+def test_a_part_that_there_is_not_is_no_request(donor: Donor, part: tuple[int, int]) -> None:
+    """The connection is closed, as at any other line that is none."""
+    donor.publish(make_snapshot(5, 10))
+    with (
+        socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as connection,
+        connection.makefile("rwb") as stream,
+    ):
+        prove(stream, donor.address, TOKEN)
+        write_line(stream, {"step": 5, "header": True, "part": part})
+        assert read_line(stream) == {}
+
+
+def test_a_request_for_an_outdated_state_is_refused_at_once(
+    start_donor: Callable[..., Donor], background: ThreadPoolExecutor
+) -> None:
+    """The update was made before the copy: the joiner asks again, and waits for nothing."""
+    donor = start_donor(wait_seconds=DEADLINE)
+    donor.server.offer(HELD)
+    fetched = background.submit(donor.fetch, 5)
+    wait_until(lambda: donor.server.wanted == WHOLE)
+    donor.server.offer(Message(step=6, lineage=1006, digest=0))
+    with pytest.raises(TransferError, match="no state of step 5"):
+        fetched.result(DEADLINE / 2)
+
+
 # The search
 
 
 def test_members_that_offer_the_same_state_are_found(start_donor: Callable[..., Donor]) -> None:
-    """The state that most have of the step that is asked for; whoever cannot be reached or has another is left out."""
+    """The state that most have, of those that are not outdated; whoever cannot be reached is left out."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         gone = f"127.0.0.1:{closed.getsockname()[1]}"
     servers = [start_donor() for _ in range(5)]
     for donor, step, lineage in zip(servers, (5, 6, 5, 5), (9, 7, 7, 7), strict=False):
-        donor.server.offer(Message(step=step, lineage=lineage, digest=0, milliseconds=30), lambda step: None)
+        donor.server.offer(Message(step=step, lineage=lineage, digest=0, milliseconds=30), lambda step, part: None)
     addresses = [gone, *(donor.address for donor in servers)]
     asked = {slot: partial(str, address) for slot, address in enumerate(addresses, 10)}
-    assert ask_all(asked, TOKEN, 5) == ask_all(asked, TOKEN) == Offer((13, 14), 5, 7, 0, 30)
-    assert ask_all(asked, TOKEN, 4) == NO_OFFER
-    assert ask_all({slot: asked[slot] for slot in (11, 12, 13)}, TOKEN).slots == (12,), "the latest, if as many have it"
+    assert ask_all(asked, TOKEN, 5) == ask_all(asked, TOKEN, 0) == Offer((13, 14), 5, 7, 0, 30)
+    assert ask_all({slot: asked[slot] for slot in (11, 12)}, TOKEN, 6) == Offer((12,), 6, 7, 0, 30)
+    assert ask_all({11: asked[11]}, TOKEN, 7) == NO_OFFER
     assert ask_all(asked, "another secret", 5) == NO_OFFER
 
 
-def search(monkeypatch: pytest.MonkeyPatch, donors: dict[int, str], first: int = 0, most: int = 1) -> OfferSearch:
-    """Return a search among groups whose state servers are at these addresses."""
-    monkeypatch.setattr(offers, "look_up", lambda peer, rank: donors[int(peer.unique)])
-    return OfferSearch(lambda: {slot: Peer(str(slot), "") for slot in donors}, TOKEN, first, most)
+class Searching:
+    """A search among groups whose state servers are at these addresses, with a clock of its own."""
 
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, addresses: dict[int, str], known: bool = False, num_asked: int = 8
+    ) -> None:
+        self.now = 100.0
+        self.addresses = addresses
+        self.looked_up: list[int] = []
+        monkeypatch.setattr(offers, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(offers, "look_up", self._look_up)
+        peers = lambda: {slot: Peer(str(slot), "", addresses[slot] if known else "") for slot in self.addresses}  # noqa: E731
+        self.search = OfferSearch(peers, TOKEN, num_asked)
 
-def found_by(search: OfferSearch, beyond: int = 0) -> Offer | None:
-    """Return what one search finds."""
-    search.begin()
-    search.rest(0.0)
-    assert not search.wait(DEADLINE), "it waits for a search under way, and for nothing else"
-    assert search.poll(beyond) is None  # it has just begun
-    assert search.wait(DEADLINE)
-    return search.poll(beyond)
+    def _look_up(self, peer: Peer, rank: int) -> str:
+        self.looked_up.append(int(peer.unique))
+        return self.addresses[int(peer.unique)]
+
+    def find(self, least_step: int = 1, after: int = -1) -> Offer:
+        """Return what one search finds."""
+        self.search.pause(0.0)
+        assert not self.search.wait(DEADLINE), "it waits for a search under way, and for nothing else"
+        assert self.search.poll(least_step, after) == NO_OFFER  # it has just begun
+        assert self.search.wait(DEADLINE)
+        return self.search.poll(least_step, after)
 
 
 def test_of_all_groups_that_live_one_with_an_offer_is_found(
@@ -175,127 +246,78 @@ def test_of_all_groups_that_live_one_with_an_offer_is_found(
     for number, donor in enumerate((stranger, one, other)):
         donor.server.offer(Message(step=5 + number, lineage=1, digest=2))
     addresses = {0: gone, 1: stranger.address, 2: busy.address, 3: one.address, 7: other.address}
-    this = search(monkeypatch, addresses)
-    assert found_by(this) == Offer((3,), 6, 1, 2)
-    assert found_by(this, beyond=6) is None
-    assert found_by(search(monkeypatch, addresses, first=5)) == Offer(
-        (7,), 7, 1, 2
-    )  # joiners ask different groups first
-    assert found_by(search(monkeypatch, addresses, first=8)) == Offer((3,), 6, 1, 2)
-    assert found_by(search(monkeypatch, {0: gone})) is None
+    this = Searching(monkeypatch, addresses, num_asked=1)
+    assert this.find() == Offer((3,), 6, 1, 2)
+    assert this.find(least_step=7) == Offer((7,), 7, 1, 2)
+    assert this.find(after=4) == Offer((7,), 7, 1, 2), "joiners ask different groups first"
+    assert this.find(after=7) == Offer((3,), 6, 1, 2)
+    assert Searching(monkeypatch, {0: gone}).find() == NO_OFFER
 
 
 def test_groups_that_offer_the_same_state_are_found_together(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as may be donors of it; those behind them are asked if none of the first offers anything."""
+    """As many as are asked at once; those behind them are asked if none of the first offers anything."""
     servers = [start_donor() for _ in range(5)]
     for donor in servers[2:]:
-        donor.server.offer(Message(step=5, lineage=7, digest=0), lambda step: None)
+        donor.server.offer(Message(step=5, lineage=7, digest=0), lambda step, part: None)
     addresses = {slot: donor.address for slot, donor in enumerate(servers)}
-    assert found_by(search(monkeypatch, addresses, first=0, most=8)) == Offer((2, 3, 4), 5, 7, 0)
-    assert found_by(search(monkeypatch, addresses, first=3, most=2)) == Offer((4,), 5, 7, 0)
-    assert found_by(search(monkeypatch, addresses, first=4, most=2)) == Offer((2, 3), 5, 7, 0)
+    for num_asked in (8, 0):  # 0 = all
+        this = Searching(monkeypatch, addresses, num_asked=num_asked)
+        assert this.find(after=0) == Offer((2, 3, 4), 5, 7, 0)
+    this = Searching(monkeypatch, addresses, num_asked=2)
+    assert this.find(after=3) == Offer((4,), 5, 7, 0)
+    assert this.find(after=4) == Offer((2, 3), 5, 7, 0)
 
 
-def test_one_search_in_which_nobody_offers_anything_is_enough(
+def test_an_address_that_is_known_is_not_looked_up(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of newcomers: all hold the state, or nobody does. A search that has found one is no such search."""
-    donor, now = start_donor(), 100.0
-    donor.server.offer(Message(step=5, lineage=7, digest=0), lambda step: None)
-    monkeypatch.setattr(offers, "look_up", lambda peer, rank: donor.address)
-    peers = {1: Peer("1", "")}
-    this = OfferSearch(lambda: peers, TOKEN, 0, 8, once=True)
-    monkeypatch.setattr(offers, "time", SimpleNamespace(monotonic=lambda: now))
-    assert found_by(this) == Offer((1,), 5, 7, 0)
-    peers.clear()
-    assert found_by(this) is None
-    now += 100
-    assert this.poll(0) is None
-    assert this._search is None
+    """Members of a quorum have told theirs."""
+    donor = start_donor()
+    donor.server.offer(HELD)
+    for known, looked_up in ((True, []), (False, [3])):
+        this = Searching(monkeypatch, {3: donor.address}, known=known)
+        assert this.find().slots == (3,)
+        assert this.looked_up == looked_up
 
 
 def test_a_search_in_vain_is_followed_by_another_one_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiting group does not keep the lighthouse busy; and what a former search has found does not count."""
-    this, now = search(monkeypatch, {}), 100.0
-    monkeypatch.setattr(offers, "time", SimpleNamespace(monotonic=lambda: now))
-    assert found_by(this) is None
-    assert this.poll(0) is None
-    assert this._search is None
-    now += 2
-    this.poll(0)
-    assert this._search is not None
-    this.begin()
-    assert this._search is None
+    """That doubles to a second: a waiting group does not keep the lighthouse and the others busy."""
+    this, pauses = Searching(monkeypatch, {}), list[float]()
+    assert this.find() == NO_OFFER
+    for _ in range(6):
+        began = this.now
+        while this.search._search is None:
+            this.now += 0.05
+            this.search.poll(1, -1)
+        pauses.append(round(this.now - began, 2))
+        assert this.search.wait(DEADLINE)
+        assert this.search.poll(1, -1) == NO_OFFER
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0], abs=0.06)
 
 
-# When a group offers what it holds
-
-
-class Server:
-    """A state server that notes what it is told."""
-
-    def __init__(self) -> None:
-        self.offers: list[Message | None] = []
-        self.published: list[int] = []
-        self.wanted = False
-        self.snapshot = None
-
-    def offer(self, offer: Message | None) -> None:
-        self.offers.append(offer)
-
-    def publish(self, snapshot: Any, seconds: float) -> None:
-        self.published.append(snapshot.step)
-
-    def withdraw(self) -> None:
-        return None
-
-
-def made(*rows: dict[str, Any]) -> Round:
-    """Return a round of groups that hold step 5 but for what is said of each."""
-    held = {"lineage": 1005, "digest": 77, "training": 1}
-    all_rows = [
-        Row(slot, **{"standing": Standing.READY, "step": 5, **held, **changes}) for slot, changes in enumerate(rows)
-    ]
-    members = tuple(Member(row.slot, 0.0, f"process {row.slot}", "c0ffee") for row in all_rows)
-    return Round(Quorum("1/a", 0, members, 5), all_rows, judge(all_rows), [])
-
-
-@pytest.mark.parametrize(
-    ("rows", "offers_it"),
-    [
-        ([{"opening": 1}, {"opening": 1}], True),
-        ([{"opening": 1}, {"early": 1}], True),
-        ([{"opening": 1}, {"standing": Standing.BEHIND, "step": 0}], True),
-        ([{"opening": 1}, {"opening": 1, "digest": 0}], False),  # nobody knows whether its bytes are the others'
-        ([{"opening": 1}, {}], False),  # that one is at the end of its round
-        ([{}, {}], False),
-        ([{"opening": 1, "digest": 76}, {"opening": 1}, {"opening": 1}], False),  # other bytes than the others'
-    ],
-)
-def test_what_is_compared_behind_an_update_is_offered_until_the_next_round(
-    rows: list[dict[str, Any]], offers_it: bool
+def test_a_search_for_an_outdated_state_is_followed_by_another_one_at_once(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From then on the group makes steps, and what the groups agree on stays as it is."""
-    state = SimpleNamespace(copy=lambda step, lineage, part: SimpleNamespace(step=step, lineage=lineage, part=part))
-    server, position = Server(), SimpleNamespace(step=5, lineage=1005)
-    this = donors.Donor(state, server)  # type: ignore[arg-type]  # do what it asks of them
-    this.serve(made(*rows), position, {})  # type: ignore[arg-type]
-    assert server.offers == ([HELD] if offers_it else [])
-    this.serve(made({}, {}), position, {})  # type: ignore[arg-type]
-    assert server.offers == ([HELD, None] if offers_it else [])
+    """The holders have made an update: what the former search finds does not count."""
+    donor = start_donor()
+    donor.server.offer(HELD)
+    this = Searching(monkeypatch, {3: donor.address})
+    this.search.poll(5, -1)
+    assert this.search.wait(DEADLINE)
+    donor.server.offer(Message(step=6, lineage=1006, digest=0))
+    assert this.search.poll(6, -1) == NO_OFFER
+    assert this.search.wait(DEADLINE)
+    assert this.search.poll(6, -1) == Offer((3,), 6, 1006, 0)
 
 
-def test_a_copy_that_was_made_between_two_rounds_is_served_until_nobody_fetches_it() -> None:
-    """Also when the joiner is in the others' next round before it has all of it."""
-    state = SimpleNamespace(copy=lambda step, lineage, part: SimpleNamespace(step=step, lineage=lineage, part=part))
-    server, position = Server(), SimpleNamespace(step=5, lineage=1005)
-    this = donors.Donor(state, server)  # type: ignore[arg-type]
-    this.copy(position)  # type: ignore[arg-type]
-    fetching = {"standing": Standing.CATCHING_UP, "step": 0, "donor": 0, "from_step": 5}
-    this.serve(made({}, {}, fetching), position, {})  # type: ignore[arg-type]
-    assert server.published == [5]
-    assert this._served is not None
-    this.serve(made({}, {}), position, {})  # type: ignore[arg-type]
-    assert this._served is None
+def test_a_pause_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt has failed: nobody is asked for so many seconds."""
+    this = Searching(monkeypatch, {})
+    this.search.poll(1, -1)
+    this.search.pause(4.0)
+    for seconds, begins in ((0.0, False), (3.9, False), (0.2, True)):
+        this.now += seconds
+        this.search.poll(1, -1)
+        assert (this.search._search is not None) is begins
