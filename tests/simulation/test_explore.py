@@ -656,6 +656,24 @@ def test_joiners_in_an_overlapped_exchange_cost_the_last_holder_no_round(restart
     assert steps == ["1", "2", "3", "4", "5", "6"]
 
 
+@pytest.mark.parametrize("seed", [2, 4, 6])
+def test_a_joiner_finds_an_offer_that_lasts_for_one_step(seed: int) -> None:
+    """Two steps a round, one of them beside the exchange: the searches of a joiner came between the offers."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 2,
+        "start_timeout_seconds": 1.5,
+        "semi_sync_method": "diloco",
+        "sync_steps": 4,
+        "num_fragments": 2,
+        "fragment_sync_delay": 1,
+    }
+    times = {"latency": 0.0002, "compute_seconds": 0.5, "restart_seconds": (0.3, 1.5), "jitter": 0.08, "switch": 0.4}
+    with standins.installed():
+        world = Schedule(seed, Options(2, 1, 5, fault_tolerance, **times), (KillGroups(0.4894, (1,)),)).run()
+    assert not world.problems
+
+
 @pytest.mark.parametrize("kill", [15.0, 15.1, 15.3, 15.6])
 def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update(kill: float) -> None:
     """The state before it would be outdated on its way: it is not offered any more, and the joiner fetches once."""

@@ -540,6 +540,7 @@ class Heal:
         if isinstance(outcome, Round):
             self._lookout.note(outcome)
             self._note_step(outcome)
+            self._search.hurry()
             self._hold_against(outcome)
         match decide(self._position, outcome, self._config):
             case decisions.RollBack():

@@ -66,13 +66,19 @@ class OfferSearch:
         self._find_peers, self._token, self._num_asked = find_peers, token, num_asked
         self._search: Future[Offer] | None = None
         self._least_step = 0  # of the search under way
-        self._due = 0.0
+        self._paused_until = 0.0
+        self._due = 0.0  # after a search in vain
         self._pause_seconds = _FIRST_PAUSE_SECONDS
 
     def pause(self, seconds: float) -> None:
         """Begin no search for that long."""
         self._search = None
-        self._due = time.monotonic() + seconds
+        self._paused_until = time.monotonic() + seconds
+        self.hurry()
+
+    def hurry(self) -> None:
+        """End the pause after a search in vain: a round may have brought an offer, which may not last for long."""
+        self._due = 0.0
         self._pause_seconds = _FIRST_PAUSE_SECONDS
 
     def poll(self, least_step: int, after: int) -> Offer:
@@ -82,7 +88,7 @@ class OfferSearch:
             after: the groups are asked in the order of their slots, beginning after this one.
         """
         if self._search is None or self._least_step != least_step:
-            if time.monotonic() >= self._due:
+            if time.monotonic() >= max(self._due, self._paused_until):
                 self._begin(least_step, after)
             return NO_OFFER
         if not self._search.done():

@@ -312,6 +312,20 @@ def test_a_search_for_an_outdated_state_is_followed_by_another_one_at_once(
     assert this.search.poll(6, -1) == Offer((3,), 6, 1006, 0)
 
 
+def test_a_round_ends_the_pause_after_a_search_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two short rounds an offer lasts for one step, and each search missed it. A failure's pause goes on."""
+    this = Searching(monkeypatch, {})
+    for _ in range(3):
+        this.search.hurry()
+        this.search.poll(1, -1)
+        assert this.search.wait(DEADLINE), "it begins at once"
+        assert this.search.poll(1, -1) == NO_OFFER
+    this.search.pause(4.0)
+    this.search.hurry()
+    this.search.poll(1, -1)
+    assert not this.search.wait(DEADLINE)
+
+
 def test_a_pause_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attempt has failed: nobody is asked for so many seconds."""
     this = Searching(monkeypatch, {})
