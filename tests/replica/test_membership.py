@@ -666,6 +666,20 @@ def test_an_exchange_that_another_group_has_broken_off(seats: Any, caplog: pytes
     assert [quorum.slots for quorum in seats.meet(waits, leaves)] == [[0, 1]] * 2
 
 
+def test_a_store_that_went_with_its_group_is_not_tried_again(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a newcomer waited for seconds for the host of a quorum that had just died, and the others for it."""
+    member = seats.take(0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        gone = Member(1, 1.0, "gone", "c0ffee", store=f"127.0.0.1:{listener.getsockname()[1]}")
+
+    def connect(*_: object, **__: object) -> None:
+        pytest.fail("torch's client tries again and again")
+
+    monkeypatch.setattr("titan_ft.membership.rendezvous.TCPStore", connect)
+    with pytest.raises(ConnectionRefusedError):
+        member._rendezvous._exchange_addresses(gone, "prefix", 0, 2, 0)
+
+
 def test_with_nccl_a_silent_member_is_waited_for_half_as_long(seats: Any) -> None:
     """No closed connection tells of it: one heartbeat timeout, which is all that the lighthouse waits itself."""
     gloo, nccl = (

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from titan_ft.protocol.errors import first_line
 from titan_ft.protocol.member import Member
 from titan_ft.run.address import split_address
-from titan_ft.transfer.reach import within
+from titan_ft.transfer.reach import check_listens, within
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,7 @@ class Rendezvous:
             if before is not None and before[0].unique == host.unique:
                 kept = before[1]
             else:
+                check_listens(host.store, _RENDEZVOUS_SECONDS)
                 address = split_address(host.store)
                 kept = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
             store = PrefixStore(prefix, kept)

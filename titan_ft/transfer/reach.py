@@ -97,7 +97,7 @@ class Probe:
     def _ask(self, peer: Peer) -> Exception | None:
         try:
             if self._group_rank > 0:  # the ranks of all groups meet at a store, and its host is rank 0's
-                _connect(peer.store, CONNECT_SECONDS).close()
+                check_listens(peer.store, CONNECT_SECONDS)
             address = peer.address or look_up(peer, self._group_rank)
             try:
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
@@ -185,6 +185,17 @@ def within(seconds: float, function: Callable[[], T]) -> T:
         del outcome  # an error that it has would be in a cycle with this frame, and live until a garbage collection
 
 
+def check_listens(address: str, seconds: float) -> None:
+    """Connect to host:port and close the connection.
+
+    Before torch's store is opened: its client connects again and again to a port at which nobody listens any more.
+
+    Raises:
+        OSError: nobody listens there, or the way there is dead.
+    """
+    _connect(address, seconds).close()
+
+
 def _connect(address: str, seconds: float) -> socket.socket:
     return socket.create_connection(split_address(address), seconds)
 
@@ -201,7 +212,7 @@ def look_up(peer: Peer, group_rank: int) -> str:
     Raises:
         OSError, RuntimeError: the store does not answer.
     """
-    _connect(peer.store, CONNECT_SECONDS).close()  # torch's store tries again and again
+    check_listens(peer.store, CONNECT_SECONDS)
 
     def read() -> str:
         timeout = timedelta(seconds=CONNECT_SECONDS)
