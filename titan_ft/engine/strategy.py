@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a group makes one update with the others: the interface of a strategy, and the one for an update a step.
+"""The interface of a strategy, which makes updates with the other groups, and the strategy of one update per step.
 
 The trainer drives a strategy through an update, a heal and a drain. The strategy drives the group's own training, and
 knows it by the interface `GroupTraining` only. So the simulation runs the same strategies as a worker does.
@@ -36,7 +36,7 @@ class GroupTraining(Protocol):
     """One rank's part in the training of its own group: torchtitan's, or that of the simulation.
 
     Attributes:
-        step: torchtitan's number of the step under way; of the last one made between two steps.
+        step: torchtitan's number of the step under way; between two steps, the number of the one just made.
         data_ended: raised by `compute` if the data is finite and at its end.
     """
 
@@ -45,7 +45,7 @@ class GroupTraining(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Return the number of torchtitan's last step."""
+        """Return torchtitan's `training.steps`: the job's final step."""
 
     @property
     def model_parts(self) -> list[nn.Module]:
@@ -72,10 +72,10 @@ class GroupTraining(Protocol):
         """Return the factor from local gradients to gradients of the reported loss; 1 without a pipeline."""
 
     def compute(self, work: Work, slots: Sequence[int], arm: Callable[[], None]) -> Contribution:
-        """Add the gradients of a step's share of each slot to the local ones, and note that in `work`.
+        """Read one step's batch for each slot, add its gradients to the local ones, and record it in `work`.
 
         Args:
-            arm: called before the last backward.
+            arm: called just before the last backward, which may then launch the exchange.
         """
 
     def beat(self) -> None:
@@ -94,10 +94,10 @@ class GroupTraining(Protocol):
         """Wait until a save in the background has copied the weights, which are about to change."""
 
     def collect_garbage(self, step: int) -> None:
-        """Let Python's collector run if torchtitan would between these two steps."""
+        """Run Python's garbage collector after `step` if torchtitan's schedule says so."""
 
     def pauses_after(self, step: int) -> bool:
-        """Say whether training goes on after a step only when something else is done, such as a save."""
+        """Say whether a save, a validation or the end of training follows `step`."""
 
     def lacks_state(self) -> bool:
         """Say whether the state after the last update is in no checkpoint, and is to be saved."""
@@ -114,8 +114,8 @@ class Departure:
     """How a group leaves on SIGTERM.
 
     Attributes:
-        in_order: every batch that it has trained is in an update, but for those of steps made ahead of the last one.
-        void: its batches that are in no update.
+        in_order: every trained batch is in an update, except those of steps made ahead of the last update's exchange.
+        void: the batches that are in no update; there may be some even if `in_order`.
     """
 
     reason: str
@@ -129,13 +129,14 @@ class StepStrategy:
     `RoundStrategy` overrides the methods in which a round differs.
 
     Args:
-        counters: of tokens and batches; part of the state that heals.
+        counters: of tokens, and the ledger (the batches of each update); part of the state that heals.
         num_ranks: of the groups' ranks on this host, which share its memory.
 
     Attributes:
-        state: what a group heals from.
-        outer: the model that the groups agree on; None if that is the model itself.
-        fragments: of the exchanged parameters; empty if all are exchanged in each update.
+        state: this group gives it to groups that heal, and loads it when it heals.
+        outer: the outer model of a semi-synchronous method, on which the groups agree; None here: they agree on the
+            trained model.
+        fragments: for each exchanged parameter the number of its fragment; empty = all are exchanged in each update.
         work: on the update under way.
     """
 
@@ -191,7 +192,7 @@ class StepStrategy:
         return optimizers
 
     def lent(self) -> AbstractContextManager[None]:
-        """Make the weights that all groups have alike the model's while the context lasts: to save or validate them."""
+        """Give the model the weights on which all groups agree, inside the context: to save or validate them."""
         return contextlib.nullcontext()
 
     # The exchange
@@ -219,8 +220,8 @@ class StepStrategy:
     def pauses_after(self, update: int) -> bool:
         """Say whether no quorum is to be asked for right after an update.
 
-        A group that asked for its quorum before such a pause would keep the others waiting in the exchange, which
-        `process_group_timeout_ms` bounds, and not at the lighthouse, where `join_timeout_ms` does.
+        If a group asked for its quorum before such a pause, the others would wait for it in the exchange, until
+        `process_group_timeout_ms`. Otherwise they wait at the lighthouse, until `join_timeout_ms`.
         """
         return self._training.pauses_after(update)
 
@@ -235,8 +236,8 @@ class StepStrategy:
         """Make this group's part of an update, or go on with it; returns the contribution to the exchange.
 
         Args:
-            slots: read for it.
-            arm: lets the backward after it launch the exchange.
+            slots: whose batches this group reads now.
+            arm: called just before the last backward, which may then launch the exchange.
         """
         return self._training.compute(self.work, slots, arm)
 
@@ -257,7 +258,7 @@ class StepStrategy:
         return norm
 
     def replay(self, update: Update) -> None:
-        """Apply an update that was queued, to the end: the time it takes says how many may be replayed in a step."""
+        """Apply a queued update, and wait until the device is done: the caller times this call."""
         self.apply(update)
         device.synchronize([device.record_event()])
 
@@ -275,7 +276,9 @@ class StepStrategy:
         return device.read_later(norm)
 
     def meet_after_update(self) -> bool:
-        """Meet the others once more after an update, where the next one is far; returns whether this group must heal.
+        """Meet the others once more after an update where the next one is far away, as between two rounds.
+
+        Returns whether this group must heal first.
 
         A collective of the group.
         """
@@ -296,8 +299,8 @@ class StepStrategy:
         return Departure("SIGTERM", in_order=True)
 
     def find_uncommitted(self) -> list[Reading]:
-        """Return what this rank has read for rounds that are in no update; any thread.
+        """Return the batches that this rank has read and that are in no update; any thread.
 
-        Of a step there is none to name: another group reads its batch.
+        There are none here: another group reads the batch of an unfinished step.
         """
         return []

@@ -8,8 +8,9 @@
     REPLAYING  loads the state and replays the queued updates     `finish`
     READY      holds the job's state
 
-`lapse`, `renew` and `fail` lead back to ASKING. The next exchange with the group in it confirms the bytes: its holders
-show their digests, and `hold_against` compares them. No other event makes a fetched state the job's.
+`lapse`, `renew` and `fail` lead back to ASKING. A digest on which all holders agree confirms the bytes. It is the
+offer's, which `engine/heal.py` compares at `load`, or that of the group's next exchange, which `hold_against` takes.
+Only `roll_back` makes a group READY without one: with its own state.
 
 `engine/heal.py` acts on this: threads, memory and clocks are there.
 """
@@ -33,9 +34,11 @@ class Offer:
 
     Attributes:
         slots: of the groups; empty = nobody offers a state.
-        step, lineage: of the state.
+        step: committed updates of the state.
+        lineage: hash of the exchanges that made it (`row.descend`).
         digest: of its bytes, if all holders have compared them; 0 = the next exchange must confirm the bytes.
-        milliseconds: duration of the first group's last step; 0 = unknown.
+        milliseconds: duration of the last step of the group in `slots[0]`, which is the joiner's first estimate of the
+            time between two updates; 0 = unknown.
     """
 
     slots: tuple[int, ...]
@@ -49,7 +52,7 @@ NO_OFFER = Offer((), 0, 0, 0)
 
 
 def choose_offer(offers: Sequence[Offer]) -> Offer:
-    """Return the state that most groups offer, the later one of two, with the slots of all that offer it."""
+    """Return the state in most of `offers`, with the slots of all that offer it; on a tie the later state."""
     if not offers:
         return NO_OFFER
     counts = Counter((offer.step, offer.lineage) for offer in offers)
@@ -74,11 +77,11 @@ class Phase(enum.Enum):
 
 
 class VoidError(Exception):
-    """The state that is fetched is not the one that the holders have."""
+    """The fetched state is not the holders'. The caller calls `fail`."""
 
 
 class OutdatedError(VoidError):
-    """The holders went on without this group: a newer state is needed, and no donor is at fault."""
+    """The holders went on without this group: a newer state is needed, and no donor is at fault: `lapse`."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,10 @@ class Healing:
     Attributes:
         max_queued: updates that may be queued.
         failures: attempts of this heal that failed.
-        is_renewed: a newer state was fetched once because the queue was full.
-        last_donor: slot of the donor that the latest attempt named; before the first attempt, this group's own slot.
-        donors: slots that the state comes from. The first one is named in the group's row.
+        is_renewed: `renew` was used. The caller renews once in a heal; then a full queue makes the others wait.
+        last_donor: slot of the donor that the latest attempt named; before the first attempt, this group's own slot
+            (set by `engine/heal.py`).
+        donors: slots that the state comes from. The group's row names the first one: later joiners choose another.
         from_step, lineage, digest: of the fetched state; digest 0 = the bytes are not confirmed.
         is_loaded: the fetched state has replaced this group's own.
         queued: lineages of the states after each queued update.
@@ -143,7 +147,10 @@ class Healing:
 
     @property
     def may_finish(self) -> bool:
-        """True if the group is ready after the last queued update, which it applies together with the holders."""
+        """True if the state is confirmed and loaded, and at most one queued update is left.
+
+        The group applies that one together with the holders, and calls `finish`.
+        """
         confirmed = self.phase is Phase.REPLAYING and self.is_loaded and self.digest != 0
         return confirmed and self.num_remaining <= 1
 
@@ -180,7 +187,7 @@ class Healing:
         )
 
     def follow(self, donor: int) -> Healing:
-        """Name another donor: the one that was named is gone, and a later joiner must leave this one alone."""
+        """Name another donor, because the named one is gone. Later joiners avoid the donor that is named."""
         self._expect(Phase.FETCHING)
         others = tuple(slot for slot in self.donors if slot != donor)
         return replace(self, last_donor=donor, donors=(donor, *others))
@@ -199,7 +206,7 @@ class Healing:
         """Compare the fetched state with the one that the holders show in a round.
 
         Args:
-            digest: that all holders show alike; 0 = not all of them took it.
+            digest: that all holders show; 0 = they differ, or some computed none.
             own_digest: of the loaded state; ignored before it is loaded.
 
         Raises:
@@ -209,7 +216,8 @@ class Healing:
         if self.phase is Phase.ASKING:
             return self
         if self.digest:
-            # Known now, not with the holders' next update: a round of several steps may last an hour.
+            # `load` compares the bytes with this digest. The step is compared here, and not at the holders' next
+            # update: a round of several steps may last an hour.
             if step > self.target_step:
                 raise OutdatedError("the others have made an update since")
             return self
@@ -220,7 +228,7 @@ class Healing:
         return replace(self, digest=digest)
 
     def queue(self, step: int, base: int, lineage: int) -> Healing:
-        """Queue update `step`, which makes the state `lineage` of the state `base`.
+        """Queue update `step`: applied to the state with lineage `base`, it gives the one with lineage `lineage`.
 
         An update that nobody committed comes again under the same number, and replaces the first one.
 
@@ -259,7 +267,7 @@ class Healing:
         return Healing(Phase.READY)
 
     def roll_back(self) -> Healing:
-        """Hold this group's own state: it is the latest one that is left."""
+        """End the heal with this group's own state, because no other group has a later one; in any phase."""
         return Healing(Phase.READY)
 
     def lapse(self) -> Healing:
