@@ -252,7 +252,8 @@ def has_leaver(own: Member, members: Collection[str], status: Status, patience: 
 
     A group that has found another one silent breaks the exchange off, and may be wrong. Over NCCL its abort reaches
     nobody, and the members that live would wait for each other until their timeout. The page counts those that ask and
-    does not name them, so that all groups outside of the exchange, of any job, are taken to ask as well.
+    does not name them, so that all groups outside of the exchange, of any job, are taken to ask as well. While one of
+    those heartbeats and does not ask, a leaver is not seen.
 
     Args:
         members: replica ids of the other members of the exchange.
