@@ -293,6 +293,20 @@ def test_a_part_does_not_do_for_a_joiner_that_has_other_donors(world: World) -> 
     assert world.copies == 2
 
 
+@pytest.mark.parametrize("in_round", [True, False])
+def test_the_training_thread_replaces_a_part_by_the_whole(world: World, in_round: bool) -> None:
+    """A joiner that fetches the part lost it to one that came later, and each of them the state to the other."""
+    world.is_scarce = world.has_buffers = True
+    world.offer()
+    for part, served in ((Part(0, 2), Part(0, 2)), (Part(1, 2), WHOLE)):
+        world.ask(part)
+        if in_round:
+            world.make_round(fetching(FIRST, OTHER), is_update=False)
+        else:
+            world.donor.copy(Position(step=5, lineage=1005))
+        assert world.served == (5, served)
+
+
 def test_a_retry_gets_the_whole(world: World) -> None:
     """It is from one donor; the training thread makes it where no other may."""
     world.is_scarce = world.has_buffers = True

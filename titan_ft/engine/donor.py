@@ -91,7 +91,7 @@ class Donor:
             is_asked = wanted is not None or any(row.donor == own and row.from_step == step for row in joiners)
             is_useful = not is_update or any(row.from_step == step for row in joiners)
             if is_holder and is_asked and is_useful and self._must_copy(step, wanted):
-                self._copy(position, wanted or WHOLE)
+                self._copy(position, self._find_part(step, wanted))
                 return
             is_read = held is not None and any(row.from_step == held.step for row in joiners)
             is_outdated = held is not None and (is_update or held.step != step)
@@ -107,10 +107,16 @@ class Donor:
             return not self._server.is_pinned
         return part is not None and held.part not in (WHOLE, part)
 
+    def _find_part(self, step: int, wanted: Part | None) -> Part:
+        """Return the part to copy. A joiner that fetches another part, which is here, goes on with the whole."""
+        held = self._server.snapshot
+        is_part_here = held is not None and held.step == step
+        return WHOLE if wanted is None or is_part_here else wanted
+
     def copy(self, position: Position) -> None:
         """Copy the state as it is now, and serve that."""
         with self._publishing:
-            self._copy(position, self._server.wanted or WHOLE)
+            self._copy(position, self._find_part(position.step, self._server.wanted))
 
     def copy_ahead(self, position: Position) -> None:
         """Copy the state before a joiner asks for it, unless a copy of it is here."""
@@ -131,9 +137,7 @@ class Donor:
             if not self._must_copy(step, part):
                 return
             held = self._server.snapshot
-            # A joiner that fetches a part which is here goes on with the whole.
-            part = WHOLE if held is not None and held.step == step else part
-            snapshot = self._state.copy_shared(step, part)
+            snapshot = self._state.copy_shared(step, self._find_part(step, part))
             if snapshot is None:
                 return
             with self._publishing:
