@@ -651,7 +651,8 @@ def test_an_exchange_that_the_others_have_left(seats: Any) -> None:
 def test_an_exchange_that_another_group_has_broken_off(seats: Any, caplog: pytest.LogCaptureFixture) -> None:
     """All members live and none is in another quorum: one took another for dead, and NCCL's abort reaches nobody."""
     group = FakeProcessGroup()
-    waits, leaves = seats.take(0, process_group=group), seats.take(1, process_group=FakeProcessGroup())
+    config = seats.config(0, process_group="nccl")
+    waits, leaves = seats.take(0, config=config, process_group=group), seats.take(1, process_group=FakeProcessGroup())
     seats.meet(waits, leaves)
     leaves.abort()
     assert leaves.vote(0, False) is False

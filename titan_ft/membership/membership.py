@@ -487,7 +487,9 @@ class Membership:
             members=self._find_exchanging,
             on_silence=self._leave_silent,
             on_left_out=self._leave_abandoned,
-            on_leaver=self._follow_leaver,
+            # Gloo's sockets tell of a member that leaves. And over a slow link they bring what is still missing for
+            # seconds after the sender has completed the exchange and asks for the next quorum.
+            on_leaver=self._follow_leaver if nccl else None,
         )
 
     def _find_others(self) -> list[Member]:

@@ -182,7 +182,8 @@ class Pulse(Watch):
         members: returns the replica ids of the others in the exchange under way; none as long as they are not known.
         on_silence: called with the silent ones and their seconds, to break the exchange off.
         on_left_out: called with the slots of the groups that have gone on without this one, to break it off.
-        on_leaver: called when a member has broken the exchange off and nothing else tells, to break it off here too.
+        on_leaver: called when a member has broken the exchange off and nothing else tells, to break it off here too;
+            None = something else does.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class Pulse(Watch):
         members: Callable[[], Collection[str]],
         on_silence: Callable[[dict[str, float]], None],
         on_left_out: Callable[[list[int]], None],
-        on_leaver: Callable[[], None],
+        on_leaver: Callable[[], None] | None,
     ) -> None:
         self._page, self._patience, self._own, self._members = page, patience, own, members
         self._on_silence, self._on_left_out, self._on_leaver = on_silence, on_left_out, on_leaver
@@ -217,7 +218,7 @@ class Pulse(Watch):
             return partial(self._on_left_out, slots)
         if silent := self._find_silent(own, members, status.heartbeats):
             return partial(self._on_silence, silent)
-        if has_leaver(own, members, status, self._patience):
+        if self._on_leaver is not None and has_leaver(own, members, status, self._patience):
             self._leaver = (exchange, looks + 1 if exchange is seen_in else 1)
             if self._leaver[1] == _LOOKS_AT_A_LEAVER:
                 return self._on_leaver
