@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,6 +199,15 @@ class World:
     awaited = True  # the quorum that it has asked for is there
     told_to_leave = False
     pauses = 0
+    is_waiting = False  # for other groups, as the watchdog is informed
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.is_waiting = True
+        try:
+            yield
+        finally:
+            self.is_waiting = False
 
     def pause(self, seconds: float) -> None:
         self.pauses += 1
@@ -1198,6 +1208,7 @@ def test_a_newcomer_pauses_between_searches_in_a_step(
 
     def sleep(duration: float) -> None:
         assert world.heal._healing.phase is Phase.ASKING
+        assert world.is_waiting, "the watchdog would take a long step of the others for a hang of this group"
         seconds.append(duration)
         world.leads = leads or len(seconds) == 3  # then this rank hears of the offer, as from rank 0
 

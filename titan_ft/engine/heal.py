@@ -240,7 +240,8 @@ class Heal:
             if any(self._group.gather(time.monotonic() >= until or not self._exchange.under_way)):
                 return
             if self._attempt is not None:
-                self._attempt.wait(min(_POLL_SECONDS, until - time.monotonic()))
+                with self._rounds.waiting():
+                    self._attempt.wait(min(_POLL_SECONDS, until - time.monotonic()))
             self._conclude()
 
     def _find_latest(self, began: float) -> float:
@@ -275,12 +276,13 @@ class Heal:
 
     def _pause(self) -> None:
         """Wait a moment: the leading rank for its search, else for the quorum, if that is yet to come."""
-        if self._group.leads and self._search.wait(_POLL_SECONDS):
-            return
-        if self._rounds.awaited:
-            time.sleep(_POLL_SECONDS)
-        else:
-            self._rounds.pause(_POLL_SECONDS)
+        with self._rounds.waiting():
+            if self._group.leads and self._search.wait(_POLL_SECONDS):
+                return
+            if self._rounds.awaited:
+                time.sleep(_POLL_SECONDS)
+            else:
+                self._rounds.pause(_POLL_SECONDS)
 
     # ASKING
 
@@ -471,7 +473,9 @@ class Heal:
         if not (self._healing.is_loaded or self._load()):
             return
         for number in range(self._healing.num_remaining):
-            slow_rounds = max(self._group.gather(self._pace.note_lateness(until))) if number >= 2 else 0
+            slow_rounds = 0
+            if number >= 2:
+                slow_rounds = max(self._group.gather(self._pace.note_lateness(until)))
             if slow_rounds:
                 healing = self._healing
                 if slow_rounds > _MAX_SLOW_ROUNDS < healing.num_remaining and not healing.others_wait:

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 
 from titan_ft.config import FaultTolerance
 from titan_ft.engine.donor import Donor
@@ -123,8 +124,12 @@ class Rounds:
 
     def pause(self, seconds: float = PAUSE_SECONDS) -> None:
         """Wait a moment for the quorum asked for, which is no hang."""
-        with self._watchdog.paused():
+        with self.waiting():
             self._membership.wait_briefly(seconds)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context for a wait for other groups: their step may be longer than `hang_timeout_seconds`."""
+        return self._watchdog.paused()
 
     @property
     def process(self) -> Process:
