@@ -21,8 +21,8 @@ from benchmarks.kills import MAX_RESTARTS, OBSERVE_FLAGS
 from benchmarks.record import injected, num_crashes, read_run
 from benchmarks.run import BenchError, Run, progress
 from benchmarks.systems import PEER, Job, derive_config
-from titan_ft.history.goodput import goodput
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.timing.goodput import goodput
 from titan_ft.run.events import StepCommitted, WorkerStarted
 from titan_ft.run.workers import latest_attempts, latest_workers
 

@@ -19,8 +19,8 @@ from benchmarks.rounds import Case, configure, final_losses
 from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, progress
 from benchmarks.systems import NUM_GROUPS, OURS, PEER, RANKS_PER_GROUP, Job
 from benchmarks.tries import InnerStepMade, StepTried
-from titan_ft.history.audit import audit
-from titan_ft.history.record import RunRecord
+from titan_ft.history.batches.audit import audit
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import StepCommitted, TrainingFinished
 
 CASE = Case(NUM_GROUPS, sync_steps=10, outer_lr=0.7)

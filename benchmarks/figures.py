@@ -14,10 +14,10 @@ from benchmarks.published import part_of, side_by_side
 from benchmarks.record import compare_digests, injected, read_run
 from benchmarks.table import markdown
 from benchmarks.tries import StepTried
-from titan_ft.history.audit import audit
-from titan_ft.history.goodput import goodput
-from titan_ft.history.incidents import find_failures
-from titan_ft.history.record import RunRecord
+from titan_ft.history.batches.audit import audit
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.incidents import find_failures
 
 LOSS_STEPS = 10
 """Steps of which the loss at the end is the mean."""

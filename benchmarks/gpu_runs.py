@@ -22,7 +22,7 @@ from benchmarks.run import VICTIM, BenchError, Run
 from benchmarks.steady import LOG_FREQ, compare, logged_steps, step_seconds, time_steps
 from benchmarks.systems import NUM_GROUPS, STOCK, Config, Job, first_log
 from titan_ft.history.check import check
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.launch.group.zygote import NO_FORKS
 from titan_ft.run.events import HealFinished, StateServed, WorkerStarted
 

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.record import injected, longest_delay, read_run, steps_lost, survivor_gaps, usual_step
 from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, TooLateError, progress
 from benchmarks.systems import PEER, Job, derive_config
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import WorkerStarted
 
 SETTLE_STEPS = 5

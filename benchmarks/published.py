@@ -14,11 +14,11 @@ from statistics import median
 
 from benchmarks.record import compare_digests, injected
 from benchmarks.table import markdown
-from titan_ft.history.audit import audit
-from titan_ft.history.goodput import Goodput, goodput
-from titan_ft.history.incidents import find_failures
-from titan_ft.history.record import RunRecord
-from titan_ft.history.rework import find_rework
+from titan_ft.history.batches.audit import audit
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.timing.goodput import Goodput, goodput
+from titan_ft.history.timing.incidents import find_failures
+from titan_ft.history.timing.rework import find_rework
 from titan_ft.run.events import ChaosStarted, StepCommitted
 
 NOT_TOLD = "not told"

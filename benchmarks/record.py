@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.run import SURVIVOR, BenchError
 from benchmarks.tries import StepTried, translate
 from titan_ft.history import digests
-from titan_ft.history.incidents import Incident, find_incidents
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.timing.incidents import Incident, find_incidents
 from titan_ft.run.events import Drained, HealStarted, RolledBack, StepCommitted, TrainingFinished
 from titan_ft.run.log import read_events
 from titan_ft.run.paths import RunPaths

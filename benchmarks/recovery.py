@@ -22,8 +22,8 @@ from benchmarks.kills import MAX_RESTARTS, SETTLE_STEPS, costs, kill_repeatedly,
 from benchmarks.record import Gap, injected, longest_delay, survivor_gaps, usual_step
 from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, progress
 from benchmarks.systems import NUM_GROUPS, OURS, Job, derive_config
-from titan_ft.history.incidents import Incident
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.timing.incidents import Incident
 from titan_ft.launch.lighthouse_keeper import HEALTHY_SECONDS
 from titan_ft.run.events import (
     Drained,

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.record import read_run
 from benchmarks.run import SURVIVOR, BenchError, Run, progress
 from benchmarks.systems import OURS, Config, Job, derive_config
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import StepCommitted
 
 STEPS = 300

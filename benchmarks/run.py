@@ -19,7 +19,7 @@ import tomli_w
 
 from benchmarks.systems import NUM_GROUPS, PEER, PEER_MODULE, Command, Job, commands
 from benchmarks.tries import translate
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import Event, FaultInjected, Target
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths

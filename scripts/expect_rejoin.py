@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.summary import RunSummary, summarize
 
 

@@ -23,7 +23,7 @@ from titan_ft.cli.read_record import read_record
 from titan_ft.cluster.group import find_ranks_per_node
 from titan_ft.config import ConfigError, FaultTolerance
 from titan_ft.data.assets import find_config
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.options import COMMANDS
 
 ROOT = Path(__file__).parents[1]

@@ -24,13 +24,13 @@ from plotly.offline import get_plotlyjs
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from titan_ft.history.incidents import find_incidents
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.charts import groups_over_time
 from titan_ft.history.report.interactive import figure
 from titan_ft.history.report.layers import Boxes, Chart, Layer, Marks, Rules
 from titan_ft.history.report.page import legend, write_report
 from titan_ft.history.report.style import MIDDLE
+from titan_ft.history.timing.incidents import find_incidents
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top_view import Screen, frame
 from titan_ft.run.paths import RunPaths

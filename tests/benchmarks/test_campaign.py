@@ -19,7 +19,7 @@ from benchmarks.tries import translate
 from tests.benchmarks.histories import commit, started
 from tests.benchmarks.test_tries import LOST, tried
 from tests.event_builder import build
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import Event, FaultInjected, Target
 from titan_ft.run.log import encode
 from titan_ft.run.workers import latest_workers

@@ -17,7 +17,7 @@ from benchmarks.tries import InnerStepMade, translate
 from tests.benchmarks.histories import commit, in_order
 from tests.benchmarks.test_tries import LOST, tried
 from tests.event_builder import build
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import Event, TrainingFinished
 
 

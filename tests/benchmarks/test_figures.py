@@ -15,7 +15,7 @@ from benchmarks.figures import figures, main
 from benchmarks.record import compare_digests
 from tests.benchmarks.histories import commit
 from tests.event_builder import build
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import Event, ExchangeFailed, FaultInjected, StepCommitted, Target
 from titan_ft.run.log import encode
 

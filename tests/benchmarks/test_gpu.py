@@ -25,7 +25,7 @@ from benchmarks.run import BenchError
 from benchmarks.systems import STOCK, Config
 from tests.history.histories import killed_run
 from titan_ft.config import ConfigError
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import StepCommitted
 
 ROOT = Path(__file__).parents[2]

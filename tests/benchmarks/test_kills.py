@@ -9,7 +9,7 @@ import pytest
 from benchmarks.kills import costs
 from benchmarks.run import BenchError
 from tests.benchmarks.histories import commits, killed, started
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 
 
 def test_the_cost_of_a_kill() -> None:

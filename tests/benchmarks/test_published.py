@@ -16,7 +16,7 @@ from tests.benchmarks.histories import commit, commits, killed, started
 from tests.event_builder import build
 from tests.history.test_rework import Loop
 from titan_ft.chaos.plan_file import load_plan
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import ChaosStarted, Event
 from titan_ft.run.log import encode
 

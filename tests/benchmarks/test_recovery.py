@@ -13,7 +13,7 @@ from benchmarks.recovery import drain_after, outage_after, rejoin_after, throttl
 from benchmarks.run import BenchError
 from tests.benchmarks.histories import commits, killed, started
 from tests.event_builder import build
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import (
     Drained,
     Event,

@@ -14,8 +14,8 @@ from benchmarks.record import compare_digests, injected, num_crashes
 from benchmarks.tries import StepTried, translate
 from tests.benchmarks.histories import in_order, started
 from tests.event_builder import build
-from titan_ft.history.goodput import goodput
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.timing.goodput import goodput
 from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target
 
 LOST = {"committed": False, "contributed": False}

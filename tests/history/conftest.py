@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build, named
-from titan_ft.history.trajectory import ROOT
+from titan_ft.history.record.trajectory import ROOT
 from titan_ft.run.events import Event
 
 RANKS = 2

@@ -13,7 +13,7 @@ from tests.event_builder import change
 from titan_ft.cli.main import main
 from titan_ft.history import check as check_module
 from titan_ft.history.check import Verdicts, check_table
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event, LaunchFinished
 from titan_ft.run.log import EventLog

@@ -15,12 +15,12 @@ import pytest
 from tests.event_builder import change, named, untyped
 from tests.event_builder import event as make
 from titan_ft.cli.main import main
-from titan_ft.history import audit as audits
-from titan_ft.history.audit import Audit
+from titan_ft.history.batches import audit as audits
+from titan_ft.history.batches.audit import Audit
 from titan_ft.history.check import MAX_SHOWN, check, check_table
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.record.trajectory import ROOT
 from titan_ft.history.terminal import text_of
-from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import ChangedField, Event
 
 

@@ -18,9 +18,9 @@ from tests.event_builder import event as make
 from titan_ft.cli.main import main
 from titan_ft.history import check as check_module
 from titan_ft.history.check import Verdicts, check_table
-from titan_ft.history.incidents import find_failures
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.terminal import text_of
+from titan_ft.history.timing.incidents import find_failures
 from titan_ft.run.events import Event, LaunchEvent, RankEvent, Target, Waited
 
 

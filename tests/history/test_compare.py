@@ -13,8 +13,8 @@ import pytest
 from tests.history.histories import calm_run, killed_run
 from tests.history.test_report import Reader
 from titan_ft.cli.main import main
-from titan_ft.history.outcome import find_outcome
-from titan_ft.history.record import RunRecord
+from titan_ft.history.outcomes.outcome import find_outcome
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.compare import compare_charts, compare_figures, name_runs, write_comparison
 from titan_ft.history.report.interactive import figure
 from titan_ft.history.report.layers import Bars, Line

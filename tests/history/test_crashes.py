@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.event_builder import event
 from titan_ft.history.check import check
-from titan_ft.history.crashes import find_crashes
-from titan_ft.history.record import RunRecord
+from titan_ft.history.outcomes.crashes import find_crashes
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
 

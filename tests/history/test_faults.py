@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.figures import figures
 from tests.history.histories import fault, killed_run, say
-from titan_ft.history.incidents import count_faults
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.facts import report_figures
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
+from titan_ft.history.timing.incidents import count_faults
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top_view import Screen, frame

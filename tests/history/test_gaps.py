@@ -14,11 +14,11 @@ import pytest
 from tests.event_builder import build
 from titan_ft.cli.main import main
 from titan_ft.history import check as check_module
-from titan_ft.history.audit import audit
+from titan_ft.history.batches.audit import audit
 from titan_ft.history.check import Verdicts, check_table
 from titan_ft.history.checks.foundation import find_gaps
-from titan_ft.history.notes import find_notes
-from titan_ft.history.record import RunRecord
+from titan_ft.history.outcomes.notes import find_notes
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event, EventsDelayed, EventsDropped, StepCommitted
 from titan_ft.run.log import EventLog, encode

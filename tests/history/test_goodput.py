@@ -11,10 +11,10 @@ import pytest
 
 from tests.event_builder import event as make
 from tests.history.histories import calm_run, commit, killed_run, say
-from titan_ft.history import goodput as goodputs
-from titan_ft.history.goodput import Goodput
-from titan_ft.history.incidents import find_incidents
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.timing import goodput as goodputs
+from titan_ft.history.timing.goodput import Goodput
+from titan_ft.history.timing.incidents import find_incidents
 from titan_ft.run.events import Event
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.event_builder import build
-from titan_ft.history.hosts import HostFigures, find_hosts, name_range
-from titan_ft.history.record import RunRecord
+from titan_ft.history.outcomes.hosts import HostFigures, find_hosts, name_range
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import show
 from titan_ft.run.events import HostLeft, WorkerExited, WorkerStarted

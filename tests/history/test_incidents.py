@@ -13,8 +13,14 @@ import pytest
 
 from benchmarks.figures import figures
 from tests.history.histories import calm_run, commit, fault, killed_run, say
-from titan_ft.history.goodput import goodput
-from titan_ft.history.incidents import (
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.report.cards import find_cards
+from titan_ft.history.report.facts import report_figures
+from titan_ft.history.report.page import write_report
+from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.terminal import text_of
+from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.incidents import (
     Cause,
     Incident,
     Made,
@@ -23,12 +29,6 @@ from titan_ft.history.incidents import (
     find_incidents,
     survivors_stalls,
 )
-from titan_ft.history.record import RunRecord
-from titan_ft.history.report.cards import find_cards
-from titan_ft.history.report.facts import report_figures
-from titan_ft.history.report.page import write_report
-from titan_ft.history.summary import summarize, summary_table
-from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event, StepCommitted
 
 

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from tests.history.conftest import RANKS, START, SyntheticRun
-from titan_ft.history import kept
-from titan_ft.history.audit import audit
+from titan_ft.history.batches.audit import audit
 from titan_ft.history.check import check
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record import kept
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.record.usual_steps import MARGIN, UsualSteps
 from titan_ft.history.report.facts import report_figures
-from titan_ft.history.usual_steps import MARGIN, UsualSteps
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top import FollowedRun
 from titan_ft.run.events import StepCommitted

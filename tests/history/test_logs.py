@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from titan_ft.cli.main import main
-from titan_ft.history.logs import find_failed_attempts, show_logs
-from titan_ft.history.record import RunRecord
+from titan_ft.history.outcomes.logs import find_failed_attempts, show_logs
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.log import encode
 from titan_ft.run.paths import RunPaths
 

@@ -11,9 +11,9 @@ import pytest
 
 from titan_ft.history.check import check
 from titan_ft.history.fold.run import fold_events
-from titan_ft.history.notes import find_notes
-from titan_ft.history.outcome import Outcome, decide_outcome, find_outcome
-from titan_ft.history.record import RunRecord
+from titan_ft.history.outcomes.notes import find_notes
+from titan_ft.history.outcomes.outcome import Outcome, decide_outcome, find_outcome
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.terminal import headline
 from titan_ft.live.run_status import RunStatus
 

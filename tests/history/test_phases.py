@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from tests.history.histories import calm_run, commit, killed_run, say
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.phases import Phase, add_up, find_phases
 from titan_ft.history.report.style import DETAILS, STATES
 from titan_ft.run.events import Waited

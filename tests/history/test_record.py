@@ -17,15 +17,16 @@ import pytest
 
 from tests.event_builder import build
 from titan_ft.cli.main import main
-from titan_ft.history import kept, record
-from titan_ft.history import timeline as timelines
-from titan_ft.history.audit import audit
-from titan_ft.history.goodput import goodput
-from titan_ft.history.incidents import find_incidents
-from titan_ft.history.outcome import find_outcome
-from titan_ft.history.record import RunRecord
+from titan_ft.history.batches.audit import audit
+from titan_ft.history.outcomes.outcome import find_outcome
+from titan_ft.history.record import kept
+from titan_ft.history.record import run_record as record
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.summary import summarize
-from titan_ft.history.timeline import timeline
+from titan_ft.history.timing import timeline as timelines
+from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.incidents import find_incidents
+from titan_ft.history.timing.timeline import timeline
 from titan_ft.run.events import Event, LaunchEvent, LaunchStarted, StepCommitted, WorkerStarted
 from titan_ft.run.held import hold
 from titan_ft.run.log import encode

@@ -14,11 +14,11 @@ import pytest
 from tests.event_builder import change
 from tests.history.conftest import SyntheticRun
 from titan_ft.cli.main import main
-from titan_ft.history.audit import audit
+from titan_ft.history.batches.audit import audit
+from titan_ft.history.batches.reopenings import find_reopenings
 from titan_ft.history.check import check
-from titan_ft.history.notes import find_notes
-from titan_ft.history.record import RunRecord
-from titan_ft.history.reopenings import find_reopenings
+from titan_ft.history.outcomes.notes import find_notes
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import DataOpened, Event, LoaderChecked
 from titan_ft.run.log import encode
 

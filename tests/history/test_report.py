@@ -23,12 +23,9 @@ import pytest
 
 from tests.event_builder import build, change, named
 from titan_ft.faults.catalogue import FAULTS
-from titan_ft.history import intervals
 from titan_ft.history.check import check
-from titan_ft.history.goodput import goodput
-from titan_ft.history.incidents import Incident, find_failures
-from titan_ft.history.notes import find_notes
-from titan_ft.history.record import RunRecord
+from titan_ft.history.outcomes.notes import find_notes
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report import charts
 from titan_ft.history.report.cards import find_cards
 from titan_ft.history.report.charts import draw_charts
@@ -46,6 +43,9 @@ from titan_ft.history.report.style import DETAILS, GLYPHS, OTHER, STATES, catego
 from titan_ft.history.report.thinning import MAX_BOXES, thin_rows
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
+from titan_ft.history.timing import intervals
+from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.incidents import Incident, find_failures
 from titan_ft.run.events import Event, StepCommitted
 from titan_ft.run.paths import RunPaths
 

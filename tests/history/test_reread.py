@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.event_builder import event
-from titan_ft.history.audit import Audit, audit
-from titan_ft.history.record import RunRecord
-from titan_ft.history.reread import Reread, Shard, Trained, collect, compare
+from titan_ft.history.batches.audit import Audit, audit
+from titan_ft.history.batches.reread import Reread, Shard, Trained, collect, compare
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import Event
 
 SHARD = Shard(0, 3, 4)

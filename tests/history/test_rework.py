@@ -11,12 +11,12 @@ import pytest
 
 from tests.history.histories import calm_run, commit, fault, killed_run, say
 from titan_ft.history.check import Verdicts, check, check_table
-from titan_ft.history.checks.judgement import Judgement
 from titan_ft.history.checks.work import check_work
-from titan_ft.history.record import RunRecord
-from titan_ft.history.rework import Rework, find_rework
+from titan_ft.history.judgement import Judgement
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
+from titan_ft.history.timing.rework import Rework, find_rework
 from titan_ft.run.events import Event
 
 SAVED, REACHED = 2, 5

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from tests.event_builder import change
-from titan_ft.history.goodput import effective_training_time
-from titan_ft.history.record import RunRecord
+from titan_ft.history.fold.unit import STEP, Unit
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.cards import find_cards
 from titan_ft.history.report.facts import goodput_terms, report_figures
 from titan_ft.history.rounds import ShortRound, find_rounds
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
-from titan_ft.history.unit import STEP, Unit
+from titan_ft.history.timing.goodput import effective_training_time
 from titan_ft.run.events import WorkerConfig
 
 DILOCO = {"semi_sync_method": "diloco", "sync_steps": 10, "steps": 306}

@@ -12,8 +12,8 @@ import pytest
 
 from tests.event_builder import build, named
 from titan_ft.history import summary as summaries
-from titan_ft.history.outcome import find_outcome
-from titan_ft.history.record import RunRecord
+from titan_ft.history.outcomes.outcome import find_outcome
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.facts import goodput_terms
 from titan_ft.history.summary import RunSummary, summary_table
 from titan_ft.history.terminal import text_of

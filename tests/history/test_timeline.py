@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build, named
-from titan_ft.history import timeline as timelines
-from titan_ft.history.intervals import STATES, Interval
-from titan_ft.history.record import RunRecord
-from titan_ft.history.timeline import Timeline
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.timing import timeline as timelines
+from titan_ft.history.timing.intervals import STATES, Interval
+from titan_ft.history.timing.timeline import Timeline
 from titan_ft.run.events import Event
 
 

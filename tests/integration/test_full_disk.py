@@ -20,7 +20,7 @@ from harness.client import REPOSITORY
 from harness.job import CONFIG
 
 from titan_ft.cli.main import main
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.appender import any_is_cut
 from titan_ft.run.events import (
     CheckpointSaved,

@@ -18,8 +18,8 @@ import pytest
 from harness.client import REPOSITORY
 from harness.job import CONFIG, Job
 
-from titan_ft.history.incidents import find_failures, find_incidents
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.timing.incidents import find_failures, find_incidents
 from titan_ft.live import status
 from titan_ft.live.run_status import RunStatus
 from titan_ft.run.events import AgentEnded, Event, GroupBack, GroupLost, StepCommitted, TrainingFinished

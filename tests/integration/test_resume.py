@@ -12,7 +12,7 @@ import pytest
 from harness.client import REPOSITORY
 from harness.job import CONFIG
 
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import CheckpointLoaded, DataReset, LaunchStarted, StepCommitted, TrainingFinished
 from titan_ft.run.log import read_events
 
@@ -74,7 +74,7 @@ def test_a_change_that_is_named_counts(tmp_path: Path) -> None:
     assert not [event for event in events if isinstance(event, DataReset)]
     record = RunRecord.read(run_dir / "events")
     from titan_ft.history.check import check
-    from titan_ft.history.notes import find_notes
+    from titan_ft.history.outcomes.notes import find_notes
 
     assert f"went on with other values: {said}" in [note.text for note in find_notes(record)]
     assert check(record).verdict == "holds"

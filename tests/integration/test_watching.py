@@ -19,7 +19,7 @@ from harness.job import CONFIG
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util import tensor_util
 
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import Event, StepCommitted, WorkerStarted
 from titan_ft.run.log import read_events
 from titan_ft.run.paths import RunPaths

@@ -77,7 +77,7 @@ def test_a_host_without_room_for_a_process_ends_no_launcher(kept: Kept) -> None:
 def test_the_process_can_be_started(tmp_path: Path) -> None:
     """As the launcher starts it; of a few events it keeps nothing."""
     (tmp_path / "launcher-1.jsonl").write_text('{"event": "launch_stopping", "time": 1.0}\n')
-    command = [sys.executable, "-m", "titan_ft.history.kept", str(tmp_path)]
+    command = [sys.executable, "-m", "titan_ft.history.record.kept", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not (tmp_path / "reduced.msgpack").exists()

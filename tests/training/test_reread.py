@@ -11,7 +11,7 @@ import pytest
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.event_builder import event
-from titan_ft.history.reread import Reread, Shard
+from titan_ft.history.batches.reread import Reread, Shard
 from titan_ft.training.checkpoint.reread import _arguments_here, _prepare
 from titan_ft.training.job_config import digest_config, read_config
 

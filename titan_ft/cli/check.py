@@ -10,10 +10,10 @@ from pathlib import Path
 
 from titan_ft.cli.read_record import read_record
 from titan_ft.config import ConfigError, check_folder
-from titan_ft.history.audit import Audit, audit
+from titan_ft.history.batches.audit import Audit, audit
+from titan_ft.history.batches.reread import Reread
 from titan_ft.history.check import check, check_table, nothing_known
-from titan_ft.history.record import RunRecord
-from titan_ft.history.reread import Reread
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.terminal import show
 from titan_ft.options import Check
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from titan_ft.cli.read_record import read_record
 from titan_ft.config import ConfigError, check_folder
-from titan_ft.history.logs import show_logs
+from titan_ft.history.outcomes.logs import show_logs
 from titan_ft.options import Logs
 
 

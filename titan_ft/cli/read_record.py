@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_ft.config import ConfigError
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.paths import RunPaths
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from statistics import mean
 
-from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.record import Point, RunRecord
-from titan_ft.history.trajectory import ROOT
+from titan_ft.history.judgement import Judgement, count
+from titan_ft.history.record.run_record import Point, RunRecord
+from titan_ft.history.record.trajectory import ROOT
 from titan_ft.run.events import WorkerStarted
 
 ROUNDING = 1e-4

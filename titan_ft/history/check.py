@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.history.against import check_against
-from titan_ft.history.audit import audit
+from titan_ft.history.batches.audit import audit
+from titan_ft.history.batches.reread import Reread
 from titan_ft.history.checks.arithmetic import check_arithmetic
 from titan_ft.history.checks.average import check_average
 from titan_ft.history.checks.counters import check_counters
 from titan_ft.history.checks.digests import check_digests
 from titan_ft.history.checks.foundation import check_clock, check_whole, find_gaps
 from titan_ft.history.checks.joiner import check_joiner
-from titan_ft.history.checks.judgement import Judgement, Offence, Verdict, count, merge
 from titan_ft.history.checks.silence import check_silence
 from titan_ft.history.checks.work import check_work
-from titan_ft.history.outcome import Colour, Outcome, find_outcome
-from titan_ft.history.record import RunRecord
-from titan_ft.history.reread import Reread
+from titan_ft.history.fold.unit import STEP, Unit
+from titan_ft.history.judgement import Judgement, Offence, Verdict, count, merge
+from titan_ft.history.outcomes.outcome import Colour, Outcome, find_outcome
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.terminal import coloured, grid, headline
-from titan_ft.history.unit import STEP, Unit
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -173,7 +173,7 @@ def _judge_arithmetic(record: RunRecord, reference: RunRecord | None) -> Judgeme
 
 
 def _check_batches(record: RunRecord, found: Judgement, reread: Reread | None = None) -> None:
-    """Check that every batch was trained once (see `titan_ft.history.audit`)."""
+    """Check that every batch was trained once (see `titan_ft.history.batches.audit`)."""
     audited = audit(record)
     if reread is not None:
         audited = reread.apply(audited)

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from titan_ft.history.checks.judgement import count
-from titan_ft.history.record import RunRecord, view
-from titan_ft.history.trajectory import State
-from titan_ft.history.unit import STEP, Unit
+from titan_ft.history.fold.unit import STEP, Unit
+from titan_ft.history.judgement import count
+from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.trajectory import State
 from titan_ft.run.events import CheckpointLoaded, GradientExcluded, HealFinished, StartedAnew, StepCommitted
 
 

@@ -11,21 +11,21 @@ from statistics import median
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.history.audit import Verdict as AuditVerdict
-from titan_ft.history.audit import audit
-from titan_ft.history.checks.judgement import count
-from titan_ft.history.crashes import Crash, find_crashes
+from titan_ft.history.batches.audit import Verdict as AuditVerdict
+from titan_ft.history.batches.audit import audit
 from titan_ft.history.digests import Verdict, compare_digests
 from titan_ft.history.fold.hosts import HostFigures
-from titan_ft.history.goodput import count_exchanges, count_wire_bytes, effective_training_time
-from titan_ft.history.hosts import find_hosts, name_range
-from titan_ft.history.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
-from titan_ft.history.outcome import Outcome, find_outcome
-from titan_ft.history.record import RunRecord, view
-from titan_ft.history.rework import Rework, find_rework
+from titan_ft.history.fold.unit import STEP, Unit
+from titan_ft.history.judgement import count
+from titan_ft.history.outcomes.crashes import Crash, find_crashes
+from titan_ft.history.outcomes.hosts import find_hosts, name_range
+from titan_ft.history.outcomes.outcome import Outcome, find_outcome
+from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.rounds import Rounds, find_rounds
 from titan_ft.history.terminal import grid, headline
-from titan_ft.history.unit import STEP, Unit
+from titan_ft.history.timing.goodput import count_exchanges, count_wire_bytes, effective_training_time
+from titan_ft.history.timing.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
+from titan_ft.history.timing.rework import Rework, find_rework
 from titan_ft.run.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -84,15 +84,15 @@ class RunSummary:
     """The highest step that a group committed."""
     exchanges_committed: int = 0
     exchanges_attempted: int = 0
-    """See `titan_ft.history.goodput.count_exchanges`."""
+    """See `titan_ft.history.timing.goodput.count_exchanges`."""
     wire_bytes: int | None = None
     wire_bytes_per_step: float | None = None
-    """See `titan_ft.history.goodput.count_wire_bytes`."""
+    """See `titan_ft.history.timing.goodput.count_wire_bytes`."""
     step_seconds: float | None = None
     """The usual step, see `RunRecord.usual_step_us`."""
     effective_training_time: float | None = None
     effective_training_time_in_training: float | None = None
-    """The goodput, see `titan_ft.history.goodput.effective_training_time`."""
+    """The goodput, see `titan_ft.history.timing.goodput.effective_training_time`."""
     rework: Rework = field(default_factory=Rework)
     """Committed steps that were thrown away and made again."""
     recomputed_forward_passes: int = 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from titan_ft.history.outcome import Colour, Outcome
+    from titan_ft.history.outcomes.outcome import Colour, Outcome
 
 _UNLIMITED = 100_000
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from titan_ft.config import ConfigError
 from titan_ft.history.fold.group import GroupFold
-from titan_ft.history.notes import name_groups
+from titan_ft.history.outcomes.notes import name_groups
 from titan_ft.launch.agent_keeper import AgentKeeper
 from titan_ft.launch.going_on import CHECKPOINTS_OFF, describe_stop
 from titan_ft.launch.group.agent import AGENT, GRACE_SECONDS

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_ft.history.kept import MIN_BYTES
+from titan_ft.history.record.kept import MIN_BYTES
 from titan_ft.launch.group.children import Child, Children
 from titan_ft.run.log import event_files
 
@@ -56,7 +56,7 @@ class RecordKeeper:
         if num_bytes - self._num_bytes < MIN_BYTES:
             return
         self._num_bytes = num_bytes
-        command = [sys.executable, "-m", "titan_ft.history.kept", str(self._folder)]
+        command = [sys.executable, "-m", "titan_ft.history.record.kept", str(self._folder)]
         try:
             self._child = self._children.start("the keeper of the record", command, self._log)
         except OSError:  # no room for a process on this host

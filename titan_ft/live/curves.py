@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from titan_ft.config import ConfigError, check_folder, unwritable
-from titan_ft.history.kept import follow
+from titan_ft.history.record.kept import follow
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.run_status import RunStatus
 from titan_ft.run.appender import FINISH_SECONDS, retry_waiting

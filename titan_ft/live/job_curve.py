@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from titan_ft.history.trajectory import ROOT
+from titan_ft.history.record.trajectory import ROOT
 from titan_ft.run.curve_file import CurveFile
 from titan_ft.run.events import Drained, Event, StepCommitted, TrainingFinished
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from titan_ft.history.fold.group import GroupFold, RankFold
+from titan_ft.history.fold.unit import Unit
 from titan_ft.history.terminal import clock
-from titan_ft.history.unit import Unit
 
 if TYPE_CHECKING:
     from rich.text import Text

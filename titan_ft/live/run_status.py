@@ -9,11 +9,11 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from titan_ft.history.checks.judgement import count
 from titan_ft.history.fold.group import ENDED
 from titan_ft.history.fold.run import RunFold
-from titan_ft.history.outcome import Outcome, decide_outcome
-from titan_ft.history.record import SILENT_SECONDS
+from titan_ft.history.judgement import count
+from titan_ft.history.outcomes.outcome import Outcome, decide_outcome
+from titan_ft.history.record.run_record import SILENT_SECONDS
 from titan_ft.history.terminal import clock
 from titan_ft.live import status
 from titan_ft.run import events as ev

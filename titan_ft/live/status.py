@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_ft.history.fold.group import GroupFold, GroupState
 from titan_ft.history.fold.run import RunFold
-from titan_ft.history.unit import STEP, Unit
+from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.run import events as ev
 
 WAITING, STARTING, JOINED, HEALING, TRAINING = "waiting", "starting", "joined", "healing", "training"

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from titan_ft.config import ConfigError, check_folder
-from titan_ft.history.kept import follow
+from titan_ft.history.record.kept import follow
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top_view import Screen, frame
 from titan_ft.run.held import is_held

@@ -12,9 +12,9 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from titan_ft.history.checks.judgement import count
 from titan_ft.history.fold.hosts import HostFigures
-from titan_ft.history.hosts import name_range, worth_a_table
+from titan_ft.history.judgement import count
+from titan_ft.history.outcomes.hosts import name_range, worth_a_table
 from titan_ft.history.terminal import clock
 from titan_ft.live.group_table import EXPLAINED, GAP, group_table, number, shown_state
 from titan_ft.live.rank_table import rank_lines

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from titan_ft.history import audit as history
-from titan_ft.history.record import RunRecord
+from titan_ft.history.batches import audit as history
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import RankEvent
 from titan_ft.run.log import decode, encode, read_events
 

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.record import RunRecord
+from titan_ft.history.judgement import Judgement, count
+from titan_ft.history.record.run_record import RunRecord
 
 FIGURES = ("loss", "grad_norm", "lr", "tokens")
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 
-from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.record import RunRecord
+from titan_ft.history.judgement import Judgement, count
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import EventsDropped, GradientExcluded, StepCommitted
 
 RELATIVE_TOLERANCE = 1e-6

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from titan_ft.history.checks.foundation import object_to_absence
-from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.record import RunRecord, view
-from titan_ft.history.trajectory import ROOT
-from titan_ft.history.usual_steps import UsualSteps
+from titan_ft.history.judgement import Judgement, count
+from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.trajectory import ROOT
+from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.run.events import (
     CheckpointLoaded,
     CheckpointSaved,

@@ -8,9 +8,9 @@ from collections import defaultdict
 from itertools import dropwhile
 
 from titan_ft.history.checks.foundation import object_to_absence
-from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.digests import compare_digests
-from titan_ft.history.record import ProcessHistory, RunRecord
+from titan_ft.history.judgement import Judgement, count
+from titan_ft.history.record.run_record import ProcessHistory, RunRecord
 from titan_ft.run.events import (
     DigestMismatch,
     Drained,

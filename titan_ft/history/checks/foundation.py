@@ -8,10 +8,10 @@ from bisect import bisect_right
 from collections import defaultdict
 from itertools import pairwise
 
-from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.outcome import find_outcome
-from titan_ft.history.record import RunRecord, view
-from titan_ft.history.trajectory import ROOT, State
+from titan_ft.history.judgement import Judgement, count
+from titan_ft.history.outcomes.outcome import find_outcome
+from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.trajectory import ROOT, State
 from titan_ft.run.events import (
     CheckpointLoaded,
     Drained,

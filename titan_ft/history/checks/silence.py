@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from titan_ft.history.attempts import expected_outcome
 from titan_ft.history.checks.foundation import clock_jumps, object_to_absence
-from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.crashes import find_crashes
-from titan_ft.history.notes import find_notes
-from titan_ft.history.outcome import find_outcome
-from titan_ft.history.record import ProcessHistory, RunRecord
+from titan_ft.history.fold.attempts import expected_outcome
+from titan_ft.history.judgement import Judgement, count
+from titan_ft.history.outcomes.crashes import find_crashes
+from titan_ft.history.outcomes.notes import find_notes
+from titan_ft.history.outcomes.outcome import find_outcome
+from titan_ft.history.record.run_record import ProcessHistory, RunRecord
 from titan_ft.run import events as ev
 
 NOTED: tuple[type[ev.Event], ...] = (

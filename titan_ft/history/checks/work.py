@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from titan_ft.history.checks.foundation import find_gaps
-from titan_ft.history.checks.judgement import Judgement, Offence, count
-from titan_ft.history.record import Healed, ProcessHistory, RunRecord
-from titan_ft.history.rework import find_rework
-from titan_ft.history.trajectory import ROOT
-from titan_ft.history.usual_steps import UsualSteps
+from titan_ft.history.judgement import Judgement, Offence, count
+from titan_ft.history.record.run_record import Healed, ProcessHistory, RunRecord
+from titan_ft.history.record.trajectory import ROOT
+from titan_ft.history.record.usual_steps import UsualSteps
+from titan_ft.history.timing.rework import find_rework
 from titan_ft.run.events import (
     EventsDropped,
     FaultInjected,

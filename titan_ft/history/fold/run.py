@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The state of a run by its events: `RunFold` takes each event once, in order of time.
 
-All views of a run read the fold: the outcome (`titan_ft.history.outcome`), the failures
-(`titan_ft.history.incidents`), the tables of `top`, the launcher, the keepers of its agents and
+All views of a run read the fold: the outcome (`titan_ft.history.outcomes.outcome`), the failures
+(`titan_ft.history.timing.incidents`), the tables of `top`, the launcher, the keepers of its agents and
 chaos. `top` and the launcher feed a fold with each new event; `check` and `report` feed it with the
 whole history.
 
@@ -34,7 +34,7 @@ from titan_ft.history.fold.faults import InjectedFaults
 from titan_ft.history.fold.group import ALIVE, OVER, FailureSpan, GroupFold, Reason, is_of_worker, reason_of
 from titan_ft.history.fold.hosts import HostsFold
 from titan_ft.history.fold.steps import CommittedSteps
-from titan_ft.history.unit import STEP, Unit
+from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.run import events as ev
 
 

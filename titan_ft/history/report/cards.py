@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from titan_ft.history.checks.judgement import count
-from titan_ft.history.goodput import goodput
-from titan_ft.history.outcome import find_outcome
-from titan_ft.history.record import RunRecord, view
+from titan_ft.history.judgement import count
+from titan_ft.history.outcomes.outcome import find_outcome
+from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.report.phases import find_phases
 from titan_ft.history.report.words import DASH, duration, percent
 from titan_ft.history.summary import summarize
+from titan_ft.history.timing.goodput import goodput
 from titan_ft.run import events as ev
 
 

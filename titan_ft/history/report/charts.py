@@ -15,8 +15,8 @@ from itertools import groupby, pairwise
 from statistics import fmean, median
 from typing import Literal
 
-from titan_ft.history.goodput import goodput
-from titan_ft.history.record import Point, RunRecord
+from titan_ft.history.record.run_record import Point, RunRecord
+from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.report.facts import Recovery, find_recoveries
 from titan_ft.history.report.layers import CROSS, MEDIAN, Axis, Band, Bars, Boxes, Chart, Layer, Line, Marks, Rules
 from titan_ft.history.report.phases import TimeInState, add_up, find_phases, time_in_states
@@ -24,8 +24,8 @@ from titan_ft.history.report.style import ACCENT, MIDDLE, STATES, categories, ca
 from titan_ft.history.report.thinning import thin_rows
 from titan_ft.history.report.words import duration
 from titan_ft.history.terminal import clock
-from titan_ft.history.timeline import timeline
-from titan_ft.history.usual_steps import UsualSteps
+from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.timeline import timeline
 from titan_ft.run.events import StepCommitted
 
 MAX_POINTS = 2000  # of a curve: more than the page has pixels for

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from titan_ft.config import unwritable
 from titan_ft.history.check import check
-from titan_ft.history.outcome import find_outcome
-from titan_ft.history.record import RunRecord
+from titan_ft.history.outcomes.outcome import find_outcome
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.cards import find_cards
 from titan_ft.history.report.charts import curve, states_bar, step_axes, step_counts
 from titan_ft.history.report.facts import describe_run

@@ -11,15 +11,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from titan_ft.history.check import check
-from titan_ft.history.checks.judgement import count
-from titan_ft.history.goodput import goodput
-from titan_ft.history.incidents import Incident, count_faults, find_incidents
-from titan_ft.history.notes import find_notes, name_groups
-from titan_ft.history.record import RunRecord, view
+from titan_ft.history.judgement import count
+from titan_ft.history.outcomes.notes import find_notes, name_groups
+from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.report.phases import add_up, find_phases
 from titan_ft.history.report.style import DETAILS, STATES, Look, state_order
 from titan_ft.history.report.words import duration, percent
 from titan_ft.history.summary import describe_sent, summarize
+from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.incidents import Incident, count_faults, find_incidents
 from titan_ft.run import events as ev
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ft.history.fold.group import Reason
-from titan_ft.history.logs import find_log
-from titan_ft.history.notes import name_groups
-from titan_ft.history.outcome import find_outcome
-from titan_ft.history.record import RunRecord, view
+from titan_ft.history.outcomes.logs import find_log
+from titan_ft.history.outcomes.notes import name_groups
+from titan_ft.history.outcomes.outcome import find_outcome
+from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.run.error_file import kind_of
 from titan_ft.run.excerpt import explain_end, read_end
 

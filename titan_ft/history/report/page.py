@@ -11,11 +11,11 @@ from typing import Any
 
 from titan_ft.config import unwritable
 from titan_ft.history.check import check
-from titan_ft.history.hosts import find_hosts, name_range, worth_a_table
-from titan_ft.history.logs import find_log
-from titan_ft.history.notes import find_notes
-from titan_ft.history.outcome import find_outcome
-from titan_ft.history.record import RunRecord
+from titan_ft.history.outcomes.hosts import find_hosts, name_range, worth_a_table
+from titan_ft.history.outcomes.logs import find_log
+from titan_ft.history.outcomes.notes import find_notes
+from titan_ft.history.outcomes.outcome import find_outcome
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.cards import find_cards
 from titan_ft.history.report.charts import draw_charts
 from titan_ft.history.report.facts import (

@@ -21,14 +21,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from titan_ft.history.incidents import Incident, find_incidents
-from titan_ft.history.intervals import Interval
-from titan_ft.history.notes import name_groups
-from titan_ft.history.outcome import find_outcome
-from titan_ft.history.record import RunRecord, view
+from titan_ft.history.outcomes.notes import name_groups
+from titan_ft.history.outcomes.outcome import find_outcome
+from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.report.style import DETAILS
-from titan_ft.history.timeline import USUAL, timeline
-from titan_ft.history.waits import REASONS
+from titan_ft.history.timing.incidents import Incident, find_incidents
+from titan_ft.history.timing.intervals import Interval
+from titan_ft.history.timing.timeline import USUAL, timeline
+from titan_ft.history.timing.waits import REASONS
 from titan_ft.run.events import StepCommitted
 
 _STATE_OF = {

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median
 
-from titan_ft.history.record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.run.events import StepCommitted, WorkerStarted
 
 SLOWER = 1.2

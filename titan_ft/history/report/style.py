@@ -18,8 +18,8 @@ class Look(NamedTuple):
 
 
 # The states that a reader tells apart, in the order in which they are stacked. `phases.py` folds the finer states of
-# titan_ft/history/timeline.py into them. Every pair differs in lightness as well as in hue, so that the states differ
-# in print and to the colour-blind (a test simulates both).
+# titan_ft/history/timing/timeline.py into them. Every pair differs in lightness as well as in hue, so that the
+# states differ in print and to the colour-blind (a test simulates both).
 STATES: dict[str, Look] = {
     "training": Look(
         "training", "#2b66ab", "Computes a step or exchanges its gradients; also the work between two steps."

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan_ft.history.record import RunRecord
-from titan_ft.history.reread import Reread, Shard, collect, compare
+from titan_ft.history.batches.reread import Reread, Shard, collect, compare
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import WorkerStarted
 from titan_ft.run.paths import RunPaths
 

@@ -17,7 +17,7 @@ never counts for an incident that hit the group itself. The *stall of an inciden
 it: what the survivor hit hardest waited. It is 0 where nobody waited, and unknown where no other group committed
 before and after its begin. A round of several steps is the work of many, and its length varies by more than a failure
 costs: where the group's own computing for it took longer than usual, that much later is no stall. What happens later,
-while its group starts and heals, is no stall of the incident; `titan_ft.history.goodput` counts it all the same.
+while its group starts and heals, is no stall of the incident; `titan_ft.history.timing.goodput` counts it all the same.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from titan_ft.history.attempts import Attempt, RecordedFault
 from titan_ft.history.fold.attempt import microseconds
+from titan_ft.history.fold.attempts import Attempt, RecordedFault
 from titan_ft.history.fold.group import FailureSpan
-from titan_ft.history.record import RunRecord, view
-from titan_ft.history.usual_steps import UsualSteps
+from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.run.events import DigestMismatch, Event, HealFinished, LinkDead, PeerSilent, StepCommitted
 
 Commits = Mapping[int, Sequence[StepCommitted]]

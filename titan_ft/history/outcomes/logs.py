@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ft.history.fold.group import Reason
-from titan_ft.history.notes import name_groups
-from titan_ft.history.outcome import find_outcome
-from titan_ft.history.record import RunRecord
+from titan_ft.history.outcomes.notes import name_groups
+from titan_ft.history.outcomes.outcome import find_outcome
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.error_file import kind_of
 from titan_ft.run.excerpt import explain_end, read_end
 from titan_ft.run.paths import RunPaths

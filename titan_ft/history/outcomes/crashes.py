@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_ft.history.checks.judgement import count
-from titan_ft.history.notes import name_groups
-from titan_ft.history.record import RunRecord, view
+from titan_ft.history.judgement import count
+from titan_ft.history.outcomes.notes import name_groups
+from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.run import events as ev
 from titan_ft.run.error_file import kind_of
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from titan_ft.history.record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.run.events import StepCommitted, Waited
 
 REASONS = {

@@ -20,13 +20,13 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from titan_ft.history.batches.reopenings import find_reopenings
 from titan_ft.history.checks.foundation import find_gaps
-from titan_ft.history.record import RunRecord, view
-from titan_ft.history.reopenings import find_reopenings
+from titan_ft.history.fold.unit import STEP, Unit
+from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.trajectory import ROOT, State, chain_to
 from titan_ft.history.rounds import find_partial
-from titan_ft.history.timeline import timeline
-from titan_ft.history.trajectory import ROOT, State, chain_to
-from titan_ft.history.unit import STEP, Unit
+from titan_ft.history.timing.timeline import timeline
 from titan_ft.run.events import DataOpened, DataReset, Drained, LaunchStarted, StepCommitted
 
 Verdict = Literal["holds", "does not hold", "unknown"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titan_ft.history.fold.hosts import HostFigures
-from titan_ft.history.record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, view
 
 
 @view

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_ft.history.checks.judgement import count
+from titan_ft.history.judgement import count
 from titan_ft.run.events import WorkerConfig
 
 

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from titan_ft.history.attempts import Attempt, RecordedFault, read_attempts, read_faults
 from titan_ft.history.fold.attempt import microseconds
+from titan_ft.history.fold.attempts import Attempt, RecordedFault, read_attempts, read_faults
 from titan_ft.history.fold.group import is_of_worker
 from titan_ft.history.fold.run import RunFold, fold_events
-from titan_ft.history.kept import SETTLED_SECONDS, read_reduced
-from titan_ft.history.trajectory import State, chain_to, final_states, read_states
-from titan_ft.history.unit import Unit
-from titan_ft.history.usual_steps import UsualSteps
+from titan_ft.history.fold.unit import Unit
+from titan_ft.history.record.kept import SETTLED_SECONDS, read_reduced
+from titan_ft.history.record.trajectory import State, chain_to, final_states, read_states
+from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.run import events as ev
 from titan_ft.run.held import is_held
 from titan_ft.run.log import read_history

@@ -13,11 +13,11 @@ from statistics import mean
 from typing import Any
 
 from titan_ft.history.fold.attempt import microseconds
-from titan_ft.history.incidents import find_failures
-from titan_ft.history.intervals import STATES
-from titan_ft.history.record import RunRecord, view
-from titan_ft.history.timeline import timeline
-from titan_ft.history.usual_steps import UsualSteps
+from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.usual_steps import UsualSteps
+from titan_ft.history.timing.incidents import find_failures
+from titan_ft.history.timing.intervals import STATES
+from titan_ft.history.timing.timeline import timeline
 from titan_ft.run.events import ExchangeFailed, StepCommitted, Waiting
 
 
@@ -29,7 +29,7 @@ class Goodput:
     """From `launch_started` (else the first event) to `launch_finished` (else the last event)."""
     num_groups: int = 0
     groups_us: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Microseconds of each group in each state of `titan_ft.history.timeline`; a group's add up to `wall_us`."""
+    """Microseconds of each group in each state of `titan_ft.history.timing.timeline`; a group's add up to `wall_us`."""
     job_us: dict[str, int] = field(default_factory=dict)
     """The sum over the groups; adds up to `wall_us` x `num_groups`, exactly."""
     usual_step_seconds: float | None = None

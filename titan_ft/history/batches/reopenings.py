@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from titan_ft.history.checks.judgement import count
-from titan_ft.history.record import ProcessHistory, RunRecord, view
-from titan_ft.history.usual_steps import UsualSteps
+from titan_ft.history.judgement import count
+from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
+from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.run.events import DataOpened, LoaderChecked, StepCommitted
 
 SEE_REREAD = "titan-ft check --reread reads the data again without a break"

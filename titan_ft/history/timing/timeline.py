@@ -32,11 +32,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from titan_ft.history.attempts import Attempt
 from titan_ft.history.fold.attempt import microseconds
-from titan_ft.history.intervals import STATES, Interval, Strip
-from titan_ft.history.record import RunRecord, view
-from titan_ft.history.usual_steps import UsualSteps
+from titan_ft.history.fold.attempts import Attempt
+from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.usual_steps import UsualSteps
+from titan_ft.history.timing.intervals import STATES, Interval, Strip
 from titan_ft.run import events as ev
 
 _Pending = ev.Joined | ev.ExchangeFailed | ev.Waiting

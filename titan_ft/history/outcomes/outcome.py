@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from titan_ft.history.fold.group import ENDED, GroupFold, Reason
 from titan_ft.history.fold.run import RunFold
-from titan_ft.history.notes import name_groups
-from titan_ft.history.record import RunRecord, view
+from titan_ft.history.outcomes.notes import name_groups
+from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.run.error_file import kind_of
 from titan_ft.run.events import LaunchFinished
 

@@ -30,7 +30,7 @@ from typing import Any, Union
 import msgspec
 
 from titan_ft import versions
-from titan_ft.history.usual_steps import Memory, Reducer, Reduction, WentBackError
+from titan_ft.history.record.usual_steps import Memory, Reducer, Reduction, WentBackError
 from titan_ft.run.events import Event, StepCommitted, kinds
 from titan_ft.run.log import Place, event_files, read_history, stream
 from titan_ft.run.orphan import end_with_parent
@@ -313,6 +313,6 @@ if __name__ == "__main__":
     end_with_parent()
     os.nice(_NICENESS)
     # By its own name: as __main__ this module has classes of its own.
-    from titan_ft.history import kept
+    from titan_ft.history.record import kept
 
     kept.keep(Path(sys.argv[1]))

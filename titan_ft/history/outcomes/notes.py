@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from titan_ft.history.record import RunRecord, view
-from titan_ft.history.unit import Unit
+from titan_ft.history.fold.unit import Unit
+from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.run import events as ev
 
 SAME_SECONDS = 10.0

@@ -15,9 +15,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from titan_ft.history.audit import Audit, Finding, decide, find_resets
-from titan_ft.history.checks.judgement import count
-from titan_ft.history.record import ProcessHistory, RunRecord
+from titan_ft.history.batches.audit import Audit, Finding, decide, find_resets
+from titan_ft.history.judgement import count
+from titan_ft.history.record.run_record import ProcessHistory, RunRecord
 from titan_ft.run.events import Batches, DataOpened, DataReset, StepCommitted, WorkerStarted
 
 T = TypeVar("T")
