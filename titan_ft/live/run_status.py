@@ -91,18 +91,22 @@ class RunStatus:
         self.losses = LossCourse()
         """Of the committed steps, as far as it is known and finite."""
         self.fold = RunFold(num_replicas)
-        self._begin()
-
-    def _begin(self) -> None:
         self.lines: deque[Line] = deque(maxlen=MAX_LINES)
         """What happened."""
+        self._tokens: deque[tuple[float, int]] = deque(maxlen=512)
+        """Unix seconds and tokens of the last commits."""
+        self._begin(0.0)
+
+    def _begin(self, since: float) -> None:
+        """Begin with the events after `since`, in Unix seconds; some of them may have come already."""
+        self.lines = deque((line for line in self.lines if line.time > since), maxlen=MAX_LINES)
+        self._tokens = deque((each for each in self._tokens if each[0] > since), maxlen=512)
         self.launcher_gone = False
         """Whether its launcher has ended without a word; to be set by who can see that."""
         self.num_cut = 0
         """Processes whose events wait, as far as is known: they cannot be written, as on a full disk."""
         self._seen_cut = (0, 0.0)
         """The same at the last look, and since when, in seconds of the monotonic clock."""
-        self._tokens: deque[tuple[float, int]] = deque(maxlen=512)
 
     @property
     def groups(self) -> status.Groups:
@@ -152,7 +156,7 @@ class RunStatus:
     def observe(self, event: ev.Event) -> str | None:
         """Take the next event; return the line that it becomes for who launched the run, None if it is worth none."""
         if isinstance(event, ev.LaunchStarted):
-            self._begin()
+            self._begin(event.time)
         states, commit = self.states, self.fold.commit
         self.fold.observe(event)
         line = status.describe(states, self.fold, event)

@@ -25,6 +25,8 @@ class InjectedFaults:
         self.last = 0
         """Number, from 1, of the fault that the last `fault_injected` was part of."""
         self._shots: dict[tuple[object, ...], int] = {}
+        self._last_time = 0.0
+        """Unix seconds of the last `fault_injected`."""
 
     @property
     def num_injected(self) -> int:
@@ -32,10 +34,12 @@ class InjectedFaults:
 
     def observe(self, event: ev.Event) -> bool:
         """Take any event, in order of time; return whether it is a new fault."""
-        if isinstance(event, ev.ChaosStarted | ev.LaunchStarted):
-            self._shots.clear()  # a plan that is carried out again numbers its shots anew
+        # A plan that is carried out again numbers its shots anew. A late line says nothing of the shots after it.
+        if isinstance(event, ev.ChaosStarted | ev.LaunchStarted) and event.time >= self._last_time:
+            self._shots.clear()
         if not isinstance(event, ev.FaultInjected):
             return False
+        self._last_time = event.time
         shot = (event.fault, event.seed, event.shot)
         if event.shot is not None and shot in self._shots:
             self.last = self._shots[shot]

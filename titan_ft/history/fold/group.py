@@ -185,6 +185,10 @@ class GroupFold:
         ranks = [rank for _, rank in sorted(self.ranks.items()) if rank.attempt == self.started_attempt]
         return [rank.started for rank in ranks if rank.started is not None]
 
+    def began_after(self, time: float) -> bool:
+        """Return whether the workers were seen to start last after a time in Unix seconds."""
+        return self.last_start is not None and self.last_start.time > time
+
     def begin_attempt(self, attempt: int) -> None:
         """Note the start of an attempt, which holds no state yet."""
         self.state = "starting"

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from copy import copy
+from typing import TypeVar
 
 from titan_ft.history.fold.attempt import AttemptFold, microseconds
 from titan_ft.history.fold.checkpoints import CheckpointsFold
@@ -36,6 +38,8 @@ from titan_ft.history.fold.hosts import HostsFold
 from titan_ft.history.fold.steps import CommittedSteps
 from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.run import events as ev
+
+E = TypeVar("E", bound=ev.Event)
 
 
 class RunFold:
@@ -142,10 +146,7 @@ class RunFold:
     def _apply_run_event(self, event: ev.Event) -> None:
         match event:
             case ev.LaunchStarted():
-                self._reset(event.replicas)
-                self.num_launches += 1
-                self.launch = event
-                self.num_ranks = event.ranks_per_replica
+                self._begin_launch(event)
             case ev.LaunchStopping():
                 self.stopping = event
             case ev.LaunchFinished():
@@ -176,6 +177,46 @@ class RunFold:
             case ev.HostLeft():
                 self.hosts.note_left(event)
 
+    def _begin_launch(self, event: ev.LaunchStarted) -> None:
+        """Take the start of a launch: it ends the launch before.
+
+        Its line may come after later events of the same launch, as through a network file system
+        or from a disk that was full. A fold that began anew then would show groups that train as not
+        started, and would lose their attempts and restarts.
+        """
+        self.num_launches += 1
+        if self.launch is not None and event.time < self.launch.time:
+            return  # the late line of an earlier launch
+        if self.started is None or self.last_event <= event.time:
+            self._reset(event.replicas)
+        elif self.started <= event.time:
+            self._forget_until(event.time)
+        self.launch = event
+        self.num_ranks = event.ranks_per_replica
+        self._add_slots(range(event.replicas))
+
+    def _forget_until(self, since: float) -> None:
+        """Forget the events until `since`, which are of an earlier launch.
+
+        A group that has started since keeps its state; its counts may include the earlier launch.
+        """
+        former = copy(vars(self))
+        self._reset(0)
+        self.groups = {slot: group for slot, group in former["groups"].items() if group.began_after(since)}
+        self.started = since
+        self.last_event = former["last_event"]
+        self.stopping = _if_after(since, former["stopping"])
+        self.launch_end = _if_after(since, former["launch_end"])
+        self.lighthouse = _if_after(since, former["lighthouse"])
+        worker = _if_after(since, former["worker"])
+        if worker is not None:
+            self._take_config(worker)
+        commit = _if_after(since, former["commit"])
+        if commit is not None:
+            self.steps.observe(commit)
+            self.step = commit.step
+            self.commit = commit
+
     def _note_agent_fault(self, group: GroupFold, event: ev.FaultEvent) -> None:
         """Note an event of the chaos agent in a worker of a group."""
         if event.rank is not None:
@@ -185,13 +226,19 @@ class RunFold:
 
     def _add_groups(self, slot: int, event: ev.Event) -> None:
         """Add the groups of a run that no launcher announced."""
-        slots = {slot}
+        self._add_slots([slot])
         if isinstance(event, ev.WorkerStarted) and event.config is not None:
-            slots.update(range(event.config.group_size))
-            self.worker = event
-            self.target = event.config.steps or None
-            self.unit = Unit.of(event.config)
-        missing = slots - self.groups.keys()
+            self._take_config(event)
+            self._add_slots(range(event.config.group_size))
+
+    def _take_config(self, worker: ev.WorkerStarted) -> None:
+        self.worker = worker
+        if worker.config is not None:
+            self.target = worker.config.steps or None
+            self.unit = Unit.of(worker.config)
+
+    def _add_slots(self, slots: Iterable[int]) -> None:
+        missing = set(slots) - self.groups.keys()
         if missing:
             groups = self.groups | {slot: GroupFold(slot) for slot in missing}
             self.groups = dict(sorted(groups.items()))
@@ -398,6 +445,11 @@ class RunFold:
                 return False
         # Groups that are all lost may still train: nobody has seen them end.
         return is_any_over
+
+
+def _if_after(since: float, event: E | None) -> E | None:
+    """Return an event if it was after `since`, in Unix seconds."""
+    return event if event is not None and event.time > since else None
 
 
 def fold_events(events: Iterable[ev.Event]) -> RunFold:
