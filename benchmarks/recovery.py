@@ -45,6 +45,8 @@ MIN_STEPS = 5
 """Fewest whole steps within a transfer, and replayed updates, of which a figure says something."""
 TRANSFER_STEPS = 20
 """Usual steps that the throttled transfer takes."""
+TINY_QUEUE_GB = 1e-6
+"""`catch_up_max_gb` with which the others wait for a joiner, as torchft's do: less than one update."""
 
 PLAIN = "--no-zygote"
 
@@ -68,10 +70,10 @@ def measure_recovery(number: int, base: Mapping[str, Any], work_dir: Path) -> It
         yield "returns", returns
     progress(f"throttled to {mbps:.1f} Mbit/s, for transfers of {TRANSFER_STEPS} steps")
     rejoins: Figures = {"transfer_max_mbps": mbps}
-    for catch_up in ("replay", "wait"):
-        with launched(f"rejoins-{catch_up}", catch_up=catch_up, transfer_max_mbps=mbps) as run:
+    for name, queue_gb in (("replay", 0.0), ("wait", TINY_QUEUE_GB)):
+        with launched(f"rejoins-{name}", catch_up_max_gb=queue_gb, transfer_max_mbps=mbps) as run:
             kill_repeatedly(run, number, settle_steps=USUAL_STEPS + 1)
-            rejoins[catch_up] = _describe(catch_up, rejoin_after, run.record())
+            rejoins[name] = _describe(name, rejoin_after, run.record())
         yield "rejoins", rejoins
     drains: list[Figures] = []
     for index in range(number):  # each in a run of its own, because the group does not come back

@@ -29,13 +29,16 @@ LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 CHOICES = {
     "process_group": ("gloo", "nccl"),
     "exchange_dtype": ("float32", "bfloat16"),
-    "catch_up": ("replay", "wait"),
     "batch_policy": ("shrink", "constant"),
     "lr_policy": ("none", "sqrt", "linear"),
 }
 
 REMOVED = {
     "bind_address": ("a donor serves its state at advertise_address", "set advertise_address"),
+    "catch_up": (
+        "the others train until the queue of catch_up_max_gb is full",
+        "remove it, or let them wait after one update: catch_up_max_gb = 0.001",
+    ),
     "catch_up_max_steps": ("catch_up_max_gb alone bounds the queue", "set catch_up_max_gb"),
     "connect_timeout_seconds": ("it is always 10 s", "remove it"),
     "events_folder": ("it is always events, below job.dump_folder", "remove it"),
@@ -51,6 +54,7 @@ REMOVED = {
     "straggler_factor": ("it is always 1.5", "remove it"),
     "straggler_steps": ("it is always 5", "remove it"),
     "transfer_connections": ("it is always 4", "remove it"),
+    "transfer_timeout_seconds": ("a transfer may last as long as bytes arrive", "remove it"),
     "vote_timeout_seconds": ("it is always 60 s", "remove it"),
 }
 """Former fields of the table: what holds instead, and what to do."""
@@ -189,11 +193,6 @@ class FaultTolerance:
 
     # The transfer of state to a joiner.
 
-    catch_up: str = "replay"
-    """What the others do while a joiner fetches the state. With "replay" they continue to train,
-    and the joiner replays the updates that it missed. With "wait" they wait until it has the state,
-    as torchft does: set that if hosts have no memory for the queued updates."""
-
     catch_up_max_gb: float = 0.0
     """Gigabytes (2**30 bytes) of updates that a rank queues while the state travels, each as large
     as its gradients in `exchange_dtype`: on its GPU if they fit and the groups exchange over NCCL,
@@ -201,7 +200,8 @@ class FaultTolerance:
     When the queue is full, the joiner fetches a newer state if that is likely to arrive in time,
     once in a heal; otherwise the others wait for the transfer to end. 0 takes half of what the
     host, or its cgroup, has free when the heal begins, divided among the ranks on the host, and
-    what fits on the GPU besides. Set a number if other programs need the host's memory as well. Set
+    what fits on the GPU besides. Set a number if other programs need the host's memory as well. One
+    update is always queued, so that with 0.001 the others wait from the next one on. Set
     `TITAN_FT_RANKS_ON_HOST` if you start several groups on one host by hand."""
 
     heal_donors: int = 8
@@ -210,10 +210,6 @@ class FaultTolerance:
     the first update already, unless this is 1. Lower it if host memory is scarce; a donor without
     room copies its part only. 0 takes all groups that hold the state. With `semi_sync_method` it is
     always one."""
-
-    transfer_timeout_seconds: float = 300.0
-    """Seconds that one transfer of state may take before the joiner tries another donor; > 0. Raise
-    it if the state divided by the bandwidth takes longer (`launch --dry-run` computes that)."""
 
     transfer_max_mbps: float = 0.0
     """Megabits (10**6 bits) per second that one rank of a donor sends at most, over all its
@@ -263,7 +259,7 @@ class FaultTolerance:
     meanwhile. With "local_sgd" all groups continue from the mean of their parameters. With "diloco"
     an outer optimizer makes the update from the mean of their changes. Not set, the groups exchange
     gradients at each step. Set it if the network between groups is too slow for that. A method
-    needs batch_policy = "shrink", lr_policy = "none" and catch_up = "replay"."""
+    needs batch_policy = "shrink" and lr_policy = "none"."""
 
     sync_steps: int = 5
     """Steps of each group from one exchange of a parameter to the next ("H" of DiLoCo); >= 1, and a

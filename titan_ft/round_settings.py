@@ -61,7 +61,6 @@ def unit_of(ft: FaultTolerance) -> str:
 _SEMI_SYNC_WANTS = {
     "batch_policy": ("shrink", "who is absent is known at the end of a round only"),
     "lr_policy": ("none", "the steps of a round are each group's own"),
-    "catch_up": ("replay", "within a round nobody waits for another group"),
 }
 # What only DiLoCo reads.
 _DILOCO_ONLY = (

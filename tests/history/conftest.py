@@ -36,7 +36,6 @@ class SyntheticRun:
             "group_size": num_groups,
             "min_replica_size": 1,
             "digest_every": 2,
-            "catch_up": "replay",
             "hang_timeout_seconds": 600.0,
             **config,
         }

@@ -504,13 +504,6 @@ def test_a_stall_in_a_history_that_is_cut_is_a_stall(run_builder: Callable[..., 
         assert cut[5].verdict == ("does not hold" if found else "unknown")
 
 
-def test_stall_that_was_configured_is_not_asked(run_builder: Callable[..., Any]) -> None:
-    """With catch_up = "wait" the others wait as they were told to: that promise is not asked."""
-    report = check(run_builder(lambda run: _wait(run, 9.0), catch_up="wait").events)
-    assert report.verdict == "holds"
-    assert not report[5].asked
-
-
 def test_wait_that_nobody_asked_for(good_run: Any) -> None:
     """A wait for a joiner that did not say that it has to be waited for breaks the promise."""
     event = good_run.named("step_committed", step=12, replica=0, rank=0)[0]

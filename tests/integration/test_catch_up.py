@@ -118,27 +118,6 @@ def test_others_wait_for_a_joiner_whose_queue_is_full(make_job: Callable[..., Jo
 
 
 @pytest.mark.slow
-def test_others_wait_by_choice(make_job: Callable[..., Job]) -> None:
-    """With catch_up = "wait" the others make no update during the transfer."""
-    hooks = {
-        "faults": [kill(1, "backward", step=STEP)],
-        "hold": 2,
-        "hold_fetching": None,
-        "pauses": [{"replica": 1, "attempt": 1, "after": ["awaits-0-0"]}],
-    }
-    job = make_job(groups=2, hooks=hooks, flags=["--fault_tolerance.catch_up=wait"])
-    job.run()
-    events = check(job, survivors=[0])
-    assert not named(events, "catch_up_waiting")
-    healed = check_contributes_at_once(events, 1)
-    (waiting,) = of(events, 0, "waiting")
-    # A donor whose offer is ready at the joiner's first round waits in that round, else in the next one. The joiner
-    # replays the update that was held back, and any that was made before it.
-    assert waiting["step"] - healed["from_step"] in (0, 1)
-    assert healed["replayed"] == waiting["step"] + 1 - healed["from_step"]
-
-
-@pytest.mark.slow
 def test_two_joiners_at_once(make_job: Callable[..., Job]) -> None:
     """Groups that come back together fetch from different donors, at the same time."""
     hooks = {

@@ -118,7 +118,7 @@ def test_the_others_see_where_a_heal_is() -> None:
     position = Position(step=7)
     position.fall_behind()
     assert (position.standing, position.donor, position.claim) == (Standing.BEHIND, -1, 7)
-    healing = Healing(max_queued=4).take(Offer((1,), 9, 99, 5), 1, others_wait=True)
+    healing = Healing(max_queued=4).take(Offer((1,), 9, 99, 5), 1).let_others_wait()
     position.show(healing)
     assert (position.standing, position.donor, position.from_step) == (Standing.CATCHING_UP, 1, 9)
     assert (position.awaited, position.claim) == (True, 7)

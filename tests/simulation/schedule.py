@@ -161,13 +161,14 @@ class _Draw:
             "process_group_timeout_ms": 3000,
             "join_timeout_ms": 5000,
             "hang_timeout_seconds": 20.0,
-            "transfer_timeout_seconds": 20.0,
             "drain_timeout_seconds": 15.0,
             "batch_policy": rng.choice(["shrink", "shrink", "constant"]),
             "lr_policy": rng.choice(["none", "sqrt"]),
-            "catch_up": rng.choice(["replay", "replay", "replay", "wait"]),
         }
+        is_tight = rng.choice([False, False, False, True])  # the others wait for a joiner after one update
         self.room = rng.choice([0, 1, 2, 100])
+        if is_tight:
+            self.room = 1
         if rng.random() < 0.35:
             least = rng.choice([2, 2, self.groups])
             self.config["min_replica_size"] = least if self.groups > 2 else rng.choice([1, 2])
@@ -250,7 +251,7 @@ class _Draw:
         """One of three groups is a step ahead and gives its state to a fourth one, while the others are frozen."""
         self.groups, self.ranks, self.steps = 4, 1, 6
         self.compute = self.changes["compute_seconds"] = 0.1
-        self.config |= {"group_size": 4, "min_replica_size": 2, "batch_policy": "shrink", "catch_up": "replay"}
+        self.config |= {"group_size": 4, "min_replica_size": 2, "batch_policy": "shrink"}
         at = round(1.8 + 0.3 * self.rng.random(), 4)  # they wait for the fourth group up to 1.5 s
         self.changes |= {"late": {3: at + 1.0}, "jitter": 0.5, "transfer_seconds": (0.0, 0.05), "silent": False}
         self.faults.append(Reset(at, 1, 0, "vote"))
@@ -262,9 +263,8 @@ class _Draw:
     def last(self) -> None:
         """A group comes back, queues many updates, and all others die while it replays them."""
         self.groups, self.ranks, self.steps = 2, 1, 26
-        self.config |= {"group_size": 2, "catch_up": "replay", "min_replica_size": 1}
+        self.config |= {"group_size": 2, "min_replica_size": 1}
         self.room = 100
-        self.config["transfer_timeout_seconds"] = 60.0
         self.faults.append(Kill(0.5, 1, 0))
         self.faults.append(KillGroups(1.0, (0,), "fetched", of=1))
         self.compute = self.changes["compute_seconds"] = 0.02
@@ -273,7 +273,6 @@ class _Draw:
     def rejoin(self) -> None:
         """A group comes back, and its transfer takes many steps of the others."""
         self.steps = self.rng.choice([6, 9])
-        self.config["catch_up"] = "replay"
         self.room = self.rng.choice([0, 0, 100, 3])
         self.compute = self.changes["compute_seconds"] = self.rng.choice([0.1, 0.3])
         most = self.steps * self.compute
@@ -674,7 +673,7 @@ def _smaller(schedule: Schedule) -> list[Schedule]:
         change(silent=False)
     if options.late:
         change(late={})
-    defaults = {"batch_policy": "shrink", "lr_policy": "none", "catch_up": "replay", "exchange_dtype": "float32"}
+    defaults = {"batch_policy": "shrink", "lr_policy": "none", "exchange_dtype": "float32"}
     for name, value in (defaults | {"should_quantize": False}).items():
         if options.fault_tolerance.get(name, value) != value:
             change(fault_tolerance={**options.fault_tolerance, name: value})

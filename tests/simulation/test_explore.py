@@ -131,7 +131,6 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pyte
         **QUICK,
         "group_size": 2,
         "process_group_timeout_ms": 30_000,
-        "transfer_timeout_seconds": 20.0,
     }
     options = Options(2, 1, 14, fault_tolerance, restart_seconds=(1.0, 1.0), transfer_seconds=(18.0, 18.0))
     killed, slow, frozen = KillGroups(0.3, (0,)), Slow(1.9, 1, 0, 15.0, 20.0), Freeze(3.6, 1, 0, 1.6)
@@ -162,7 +161,6 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
         "group_size": 3,
         "join_timeout_ms": 3000,
         "process_group_timeout_ms": 30_000,
-        "transfer_timeout_seconds": 20.0,
     }
     options = Options(3, ranks, 14, fault_tolerance, restart_seconds=(0.5, 0.5))
     with standins.installed():
@@ -234,7 +232,6 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
         **QUICK,
         "group_size": 3,
         "process_group_timeout_ms": 60_000,
-        "transfer_timeout_seconds": 20.0,
     }
     options = Options(3, 1, 8, fault_tolerance, restart_seconds=(1.0, 1.0), transfer_seconds=(3.0, 3.0))
     faults = KillGroups(1.0, (2,)), Slow(1.2, 1, 0, 15.0, 20.0), LighthouseDies(4.0, 0.3)
@@ -407,7 +404,6 @@ def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
         "group_size": 4,
         "min_replica_size": 4,
         "process_group_timeout_ms": 3000,
-        "transfer_timeout_seconds": 20.0,
     }
     options = Options(4, 2, 2, fault_tolerance, lag=0.05, restart_seconds=(0.3, 1.5), overlap=True, silent=True)
     faults = KillGroups(0.3874, (0,)), CutLighthouse(0.4727, 1, "to", 3.0)
@@ -456,7 +452,6 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
         "group_size": 3,
         "digest_every": 4,
         "process_group_timeout_ms": 3000,
-        "transfer_timeout_seconds": 20.0,
     }
     options = Options(3, 1, 7, fault_tolerance, restart_seconds=(0.3, 0.3), transfer_seconds=(0.5, 0.5), coupling=0.0)
     faults = Flip(0.9, 2, 0, True, 3, 22), KillGroups(1.2, (0, 1), "fetching", of=2)

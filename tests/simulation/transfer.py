@@ -17,6 +17,7 @@ from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
 from titan_ft.transfer.wire import Message, TransferError
 
 _STALL_SECONDS, _LATE_SECONDS, _OFFER_SECONDS = 10.0, 1.0, 1.5  # as in titan_ft.transfer.state_fetch
+_SLICE_SECONDS = 20.0  # the engine's 300, shortened as the waits in a schedule are
 _SERVER_OFFER_SECONDS = 1.0  # as in titan_ft.transfer.state_server
 _SOUND, _TAINTED = b'"tainted": false', b'"tainted": true'  # in a header: what nobody but the simulation knows
 
@@ -126,7 +127,7 @@ class Transfers:
         """
         kernel = self._kernel
         me = kernel.current
-        node, end = self.node_of(me.process), kernel.now + timeout
+        node = self.node_of(me.process)
         if cancelled is not None:
             cancelled.on_set.append(lambda: kernel.wake(me))
         donors = {place: self.servers.get(address) for place, address in enumerate(addresses)}
@@ -136,6 +137,7 @@ class Transfers:
         tainted = False  # the simulation's own knowledge, of any part
         while found is None or missing:
             place = self._choose(donors, node, step)
+            end = kernel.now + min(timeout, _SLICE_SECONDS)
             patience = _STALL_SECONDS if len(donors) == 1 else _LATE_SECONDS  # others give what a silent one owes
             try:
                 server = donors[place]
@@ -298,7 +300,7 @@ class Transfers:
             if server.process.dead or server.closed:
                 raise TransferError("the donor closed the connection")
             if kernel.now >= end:
-                raise TransferError("fault_tolerance.transfer_timeout_seconds is over")
+                raise TransferError(f"no part of the state was whole within {_SLICE_SECONDS:g} s")
             if kernel.now >= silent:
                 raise TransferError(f"nothing came for {patience:g} s")
             if not server.process.frozen and network.usable(node, server.node):

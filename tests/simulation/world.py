@@ -923,7 +923,7 @@ class World(standins.World):
         if computed and rank.ready and not rank.state.tainted and not self.config["semi_sync_method"]:
             self._judge_lost_work(rank)
         rank.ready = False
-        if rank.group.heals_since is None and self.config["catch_up"] == "replay":
+        if rank.group.heals_since is None:
             rank.group.heals_since = self.kernel.now
             rank.group.former_heal_broke, rank.group.heal_broke = rank.group.heal_broke, False
             self.kernel.after(self._patience, functools.partial(self._judge_stall, rank.group, self.kernel.now))

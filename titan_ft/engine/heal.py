@@ -42,7 +42,7 @@ from titan_ft.run.events import (
 from titan_ft.run.log import EventLog
 from titan_ft.transfer.host_memory import free_bytes, most_updates
 from titan_ft.transfer.snapshot import Snapshot, TrainState
-from titan_ft.transfer.state_fetch import CONNECTIONS, fetch
+from titan_ft.transfer.state_fetch import CONNECTIONS, SLICE_SECONDS, fetch
 from titan_ft.transfer.wire import TransferError
 
 logger = logging.getLogger(__name__)
@@ -342,7 +342,7 @@ class Heal:
     def _take(self, offer: Offer) -> None:
         """Begin to fetch an offered state."""
         most = self._strategy.limit_donors(len(offer.slots))
-        self._go(self._healing.take(offer, most, others_wait=self._config.catch_up == "wait"))
+        self._go(self._healing.take(offer, most))
         self._pace.note_update(offer.milliseconds / 1000)
         self.ended_on_update = False
         healing, self._lost = self._healing, set()
@@ -368,14 +368,13 @@ class Heal:
             lost.add(healing.donors[place])
             self._events.emit(DonorLost(donor=healing.donors[place], from_step=healing.from_step, error=error))
 
-        config = self._config
         return fetch(
             addresses,
             self._token,
             healing.from_step,
-            str(config.replica_id),
+            str(self._config.replica_id),
             CONNECTIONS,
-            config.transfer_timeout_seconds,
+            SLICE_SECONDS,
             cancelled,  # type: ignore[arg-type]  # a threading.Event
             lose,
             note_share,

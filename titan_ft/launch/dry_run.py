@@ -166,7 +166,7 @@ def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, imported: int)
     where["buckets of the exchange"] = rank.exchange
     if quantizes(ft):
         where["what rounding leaves"] = 2 * rank.exchange  # of the exchange under way, and of those before it
-    if ft.catch_up == "replay" and ft.catch_up_max_gb:
+    if ft.catch_up_max_gb:
         on_host["queue of updates while it heals"] = int(ft.catch_up_max_gb * 2**30)
     if plan.options.no_zygote:
         on_host["what it imports about"] = imported
@@ -177,7 +177,7 @@ def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, imported: int)
     ]
     if not plan.options.no_zygote:
         lines.append(f"             and, once for all ranks of a host, about {_size(imported)} of imports")
-    if ft.catch_up == "replay" and not ft.catch_up_max_gb:
+    if not ft.catch_up_max_gb:
         lines.append(
             f"             and {_size(rank.exchange)} for each update that it queues while it heals, in half of what "
             "is free then, shared out among the host's ranks, at most"

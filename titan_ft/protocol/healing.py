@@ -171,7 +171,7 @@ class Healing:
 
     # Transitions
 
-    def take(self, offer: Offer, max_donors: int, *, others_wait: bool = False) -> Healing:
+    def take(self, offer: Offer, max_donors: int) -> Healing:
         """Begin to fetch an offered state."""
         self._expect(Phase.ASKING)
         donors = self.choose_donors(offer.slots, max_donors)
@@ -183,7 +183,6 @@ class Healing:
             from_step=offer.step,
             lineage=offer.lineage,
             digest=offer.digest,
-            others_wait=others_wait,
         )
 
     def follow(self, donor: int) -> Healing:

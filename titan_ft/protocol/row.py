@@ -41,7 +41,7 @@ class Why(IntEnum):
     BETWEEN_STEPS = 2  # saving, validating, or whatever else stands between two steps
     CONNECTING = 3  # building its process group
     CATCHING_UP = 4  # fetching, loading or replaying the state
-    ASKED = 5  # the same, and it asked the others to wait: `catch_up = "wait"`, or its queue is full
+    ASKED = 5  # the same, and it asked the others to wait: its queue is full
     LOST = 6  # its process is gone
     LEFT = 7  # it left in order
     TOO_FEW = 8  # without it there are fewer than `min_replica_size`

@@ -94,7 +94,6 @@ class WorkerConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
     digest_every: int  # steps from one digest to the next; 0 takes none
     batch_policy: str  # "shrink" or "constant"
     lr_policy: str  # what becomes of the LR where part of the batch is missing
-    catch_up: str  # "replay", or "wait": the others wait for a joiner
     hang_timeout_seconds: float  # without progress for so long a worker ends itself; 0 never does
     chaos: bool  # whether the worker has a chaos agent
     steps: int  # `training.steps`

@@ -34,7 +34,6 @@ _MAY_DIFFER = (
     "lighthouse",
     "replica_id",
     "transfer_max_mbps",
-    "transfer_timeout_seconds",
 )
 
 

@@ -69,7 +69,6 @@ def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
         digest_every=config.digest_every,
         batch_policy=config.batch_policy,
         lr_policy=config.lr_policy,
-        catch_up=config.catch_up,
         hang_timeout_seconds=config.hang_timeout_seconds,
         chaos=config.chaos,
         steps=job_config.training.steps,

@@ -35,6 +35,9 @@ _CHUNK = 8 << 20  # bytes of one slice
 CONNECTIONS = 4
 """Of a rank to its donors at once, divided among them, at least one to each. One connection is bounded by a core that
 checks its bytes; more than a few bring nothing (`bench.py --only transfer`)."""
+SLICE_SECONDS = 300.0
+"""Without another slice, until a transfer is given up. A whole transfer has no limit: a large state over a slow link
+takes as long as it must. Silence ends a connection much earlier; this ends a donor that sends a byte now and then."""
 _MAX_TRIES = 3  # of one request, when connections break, and as many when checksums differ
 _STALL_SECONDS = 10.0  # of silence until a connection counts as broken
 _OFFER_SECONDS = 1.5  # for each thing that a group which is asked for an offer does
@@ -76,7 +79,7 @@ def fetch(
 
     Args:
         connections: slices fetched at the same time, from each donor at least one.
-        timeout: seconds for the whole transfer.
+        timeout: seconds without another slice until the transfer is given up.
         cancelled: ends the transfer when it is set.
         lose: called as lose(place of its address, reason) when a donor is given up and others are left.
         note_share: called now and then with the share of the state that is there.
@@ -243,6 +246,8 @@ class _Transfer:
                     part = memory[: len(wanted)]
                     link.request({**request, "offset": wanted.start, "bytes": part.nbytes}, part)
                     slices.finish(wanted, place, part, target)
+                    for each in (*self._limits, *self._farewell):
+                        each.note_slice()  # also of a donor that has given all: it waits for the others' slices
                     self._note_share(slices.share)
         except BaseException as error:  # noqa: BLE001  # raised again by the donor's thread
             self._failed.setdefault(place, error)
@@ -379,15 +384,20 @@ class _TransferLimits:
     """How long the connections of one transfer wait for the donor.
 
     Args:
-        timeout: seconds for the whole transfer.
+        timeout: seconds without another slice until the transfer is given up.
         cancelled: ends it when it is set.
     """
 
     def __init__(self, timeout: float, cancelled: threading.Event) -> None:
         self.stall_seconds = min(timeout, _STALL_SECONDS)
+        self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._cancelled = cancelled
         self._ended = threading.Event()
+
+    def note_slice(self) -> None:
+        """Count the time anew: some donor has given a slice."""
+        self._deadline = time.monotonic() + self._timeout
 
     def end(self) -> None:
         """Stop waiting."""
@@ -397,13 +407,13 @@ class _TransferLimits:
         """Return the seconds that are left.
 
         Raises:
-            TransferError: none is, or the transfer is not wanted any more.
+            TransferError: no time is left, or the transfer is not wanted any more.
         """
         if self._cancelled.is_set() or self._ended.is_set():
             raise TransferError("cancelled")
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
-            raise TransferError("fault_tolerance.transfer_timeout_seconds is over")
+            raise TransferError(f"no part of the state was whole within {self._timeout:g} s")
         return remaining
 
 

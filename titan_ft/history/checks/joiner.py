@@ -47,10 +47,6 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
 
     A group that asks the others to wait says so (`catch_up_waiting`); waits for it have a reason of their own.
     """
-    if any(process.config is not None and process.config.catch_up == "wait" for process in record.processes):
-        found.asked = False
-        found.statement = 'not asked: the others wait for a joiner, as fault_tolerance.catch_up = "wait" says'
-        return
     _check_asked(record, found)
     joinings = find_joinings(record)
     if not joinings:

@@ -100,7 +100,7 @@ def describe_run(record: RunRecord) -> list[tuple[str, str]]:
         found["model"] = one.model + (f"; {degrees.replace('_', ' ')}" if degrees else "")
         found["data"] = f"{one.dataset}; sequences of {one.seq_len:,} tokens, {batch}"
     if configs:
-        names = ("min_replica_size", "batch_policy", "lr_policy", "catch_up", "digest_every", "hang_timeout_seconds")
+        names = ("min_replica_size", "batch_policy", "lr_policy", "digest_every", "hang_timeout_seconds")
         rounds = ("semi_sync_method", "sync_steps") if record.unit.method else ()
         settings = ", ".join(f"{name} {getattr(configs[-1], name)}" for name in (*names, *rounds))
         path = _each(event.config_file for event in record.of(ev.LaunchStarted)[-1:] if event.config_file)
