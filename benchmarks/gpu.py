@@ -43,7 +43,7 @@ from titan_ft.data.assets import find_config
 from titan_ft.launch.gpus import listed_gpus
 
 ROOT = Path(__file__).parents[1]
-GPU_TESTS = ("tests/test_device.py", "tests/replica/test_nccl.py")
+GPU_TESTS = ("tests/test_device.py", "tests/replica/membership/test_nccl.py")
 """By name: to collect all tests takes packages that a borrowed machine may lack."""
 TEST_SECONDS = 300.0
 MOST_STILL_SECONDS = 0.2

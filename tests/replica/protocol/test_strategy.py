@@ -11,7 +11,7 @@ import pytest
 from titan_ft.config import FaultTolerance
 from titan_ft.protocol.strategy import EveryRound, EveryStep, strategy_of
 
-PACKAGE = Path(__file__).parents[2] / "titan_ft"
+PACKAGE = Path(__file__).parents[3] / "titan_ft"
 
 
 @pytest.mark.parametrize("room", ["protocol", "gradients", "membership"])
