@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from titan_ft.history.batches.reopenings import find_reopenings
@@ -295,10 +296,10 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
         if state.lineage not in record.usual:
             _compare_readings(state, found)
 
-    def uses() -> Iterator[tuple[tuple[int, int], int, int, State, int]]:
-        """Yield shard and span, first batch, number of batches, state and slot of all that was trained."""
+    def uses(states: Iterable[State]) -> Iterator[tuple[tuple[int, int], int, int, State, int]]:
+        """Yield shard and span, first batch, number of batches, state and slot of all that some states trained."""
         cut = split
-        for state in chain:
+        for state in states:
             cut = splits.get(state.lineage, cut)
             # What follows a reset does not compare with what was before it.
             span = bisect_right(resets, state.time)
@@ -314,13 +315,14 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
     begins: dict[tuple[int, int], int] = {}
     ends: dict[tuple[int, int], int] = {}
     odd: dict[tuple[int, int], list[_Use]] = {}
-    for key, first, count, _, _ in uses():
+    for key, first, count, state, _ in uses(_ends_of_usual(record, chain)):
         begin = begins.setdefault(key, 0 if whole and key[1] == 0 else first)
-        if first != ends.get(key, begin):
+        # Each slot of a usual step goes on with the batch after those of the step before.
+        if first != ends.get(key, begin) and state.lineage not in record.usual:
             odd[key] = []
         ends[key] = first + count
     if odd:
-        for key, first, count, state, slot in uses():
+        for key, first, count, state, slot in uses(chain):
             if key in odd:
                 odd[key].append(_Use(first, count, state.step, slot))
     for key in sorted(begins):
@@ -331,6 +333,14 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
         start = 0 if whole and span == 0 else min(odd[key]).first
         _count_uses(f"shard {shard} of {of}" if is_cut_anew else "", odd[key], start, found)
     return found
+
+
+def _ends_of_usual(record: RunRecord, chain: Sequence[State]) -> Iterator[State]:
+    """Yield the states of a trajectory, of usual ones in a row only the last."""
+    for state, after in pairwise(chain):
+        if state.lineage not in record.usual or after.lineage not in record.usual:
+            yield state
+    yield chain[-1]
 
 
 def _count_uses(shard: str, uses: Sequence[_Use], start: int, found: Audit) -> None:

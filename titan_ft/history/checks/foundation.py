@@ -68,6 +68,8 @@ def _unseen_steps(record: RunRecord) -> list[str]:
     rows: dict[int, list[list[State]]] = defaultdict(list)
     before: dict[int, State] = {}
     for state in record.chain:
+        if not before and state.lineage in record.usual:
+            continue  # all participants of a usual step told of it
         for replica in state.participants & told.keys():
             if state.lineage in told[replica] or state.lineage in record.usual:
                 before.pop(replica, None)

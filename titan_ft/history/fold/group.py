@@ -287,9 +287,9 @@ def is_of_worker(event: ev.Event) -> bool:
 
     These are its own events, those of the chaos agent in it, and those about its file of events.
     """
-    if isinstance(event, ev.FaultEvent | ev.LogEvent):
-        return event.rank is not None
-    return isinstance(event, ev.RankEvent)
+    if isinstance(event, ev.RankEvent):
+        return True
+    return isinstance(event, ev.FaultEvent | ev.LogEvent) and event.rank is not None
 
 
 def reason_of(event: ev.WorkerExited, step: int | None) -> Reason:

@@ -111,11 +111,13 @@ class RunFold:
 
     def observe(self, event: ev.Event) -> None:
         """Take the next event."""
-        self._apply_run_event(event)
+        # Nearly all events of a long run are commits, which say nothing of these.
+        if not isinstance(event, ev.StepCommitted):
+            self._apply_run_event(event)
+            self.faults.observe(event)
+            self.checkpoints.observe(event)
         self.started = event.time if self.started is None else min(self.started, event.time)
         self.last_event = max(self.last_event, event.time)
-        self.faults.observe(event)
-        self.checkpoints.observe(event)
         if event.replica is None:
             return
         self._add_groups(event.replica, event)
@@ -226,7 +228,8 @@ class RunFold:
 
     def _add_groups(self, slot: int, event: ev.Event) -> None:
         """Add the groups of a run that no launcher announced."""
-        self._add_slots([slot])
+        if slot not in self.groups:
+            self._add_slots([slot])
         if isinstance(event, ev.WorkerStarted) and event.config is not None:
             self._take_config(event)
             self._add_slots(range(event.config.group_size))

@@ -38,12 +38,13 @@ from titan_ft.run.tail import EventTail
 from titan_ft.run.whole_file import write_whole
 
 FILE = "reduced.msgpack"
-FORMAT = 3
+FORMAT = 4
 """Raise it where `Reducer` takes other steps for usual, or says anything else of them."""
 SETTLED_SECONDS = 1.0
 """Events older than this are in their files, whichever host wrote them."""
 MIN_BYTES = 64 * 2**20
 """So many new bytes of events are reduced. Fewer are read as they are: that takes a second."""
+_CHUNK_EVENTS = 4096
 _NICENESS = 15
 """Of the process beside a launcher: training goes first."""
 _NUMBER_BYTES = 8
@@ -66,10 +67,19 @@ class _Index(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    """What was found in one go."""
+    """What was found in one go: many `_Chunk`, so that a reader never holds all events before they share anything."""
+
+    chunks: list[msgspec.Raw]
+
+
+class _Chunk(msgspec.Struct):
+    """Some of the events that were found."""
 
     events: list[Any]
     firsts: list[StepCommitted]
+    # places in `events` of commits that agree with an earlier one of the same state in this chunk about the groups and
+    # their batches: these fields are left empty, for with many groups they are most of a commit
+    alike: list[int]
 
 
 class _Kept(msgspec.Struct):
@@ -232,14 +242,76 @@ def _add_events(kept: _Kept, parts: list[memoryview]) -> None:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
+        pool = _Pool()
         for data in parts:
-            part = _part_decoder().decode(data)
-            kept.events += part.events
-            kept.firsts += part.firsts
+            for raw in _part_decoder().decode(data).chunks:
+                chunk = _chunk_decoder().decode(raw)
+                pool.share(chunk)
+                kept.events += chunk.events
+                kept.firsts += chunk.firsts
         gc.freeze()
     finally:
         if was_enabled:
             gc.enable()
+
+
+class _Pool:
+    """Let the commits of a history share equal values: each of its own would take several times the memory."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
+        self._participants: list[int] = []
+
+    def share(self, chunk: _Chunk) -> None:
+        """Let equal values of a chunk be the same objects, and fill in the fields that were left empty."""
+        alike = set(chunk.alike)
+        known: dict[str, StepCommitted] = {}
+        for place, event in enumerate(chunk.events):
+            if not isinstance(event, StepCommitted):
+                continue
+            if place not in alike:
+                self._share_lists(event)
+                known[event.lineage] = event
+                continue
+            first = known[event.lineage]
+            event.lineage, event.parent = first.lineage, first.parent
+            event.participants, event.batches = first.participants, first.batches
+        for event in chunk.firsts:
+            self._share_lists(event)
+
+    def _share_lists(self, event: StepCommitted) -> None:
+        if event.participants == self._participants:
+            event.participants = self._participants
+        self._participants = event.participants
+        # All slots have mostly trained the same batches.
+        share = self._pairs.setdefault
+        event.batches = {slot: share(pair, pair) for slot, pair in event.batches.items()}
+        self._pairs = dict(zip(event.batches.values(), event.batches.values(), strict=True))
+
+
+def _pack(events: list[Any], firsts: list[StepCommitted]) -> _Part:
+    """Return events as a part of a frame."""
+    chunks = []
+    for begin in range(0, max(len(events), len(firsts)), _CHUNK_EVENTS):
+        some = events[begin : begin + _CHUNK_EVENTS]
+        alike = []
+        known: dict[str, StepCommitted] = {}
+        for place, event in enumerate(some):
+            if not isinstance(event, StepCommitted):
+                continue
+            first = known.get(event.lineage)
+            if first is None or not _is_alike(first, event):
+                known[event.lineage] = event
+                continue
+            some[place] = msgspec.structs.replace(event, participants=[], batches={})
+            alike.append(place)
+        chunk = _Chunk(some, firsts[begin : begin + _CHUNK_EVENTS], alike)
+        chunks.append(msgspec.Raw(msgspec.msgpack.encode(chunk)))
+    return _Part(chunks)
+
+
+def _is_alike(first: StepCommitted, event: StepCommitted) -> bool:
+    return event.parent == first.parent and event.participants == first.participants and event.batches == first.batches
 
 
 def _is_unchanged(path: Path, source: _Source) -> bool:
@@ -270,7 +342,7 @@ def _store(folder: Path, found: _Kept) -> None:
         OSError: it cannot be written.
     """
     index = msgspec.msgpack.encode(_Index(found.sources, found.memory))
-    body = index + msgspec.msgpack.encode(_Part(found.events, found.firsts))
+    body = index + msgspec.msgpack.encode(_pack(found.events, found.firsts))
     numbers = (len(index), len(body) - len(index), zlib.crc32(body))
     frame = b"".join(number.to_bytes(_NUMBER_BYTES, "big") for number in numbers) + body
     path = folder / FILE
@@ -304,8 +376,13 @@ def _index_decoder() -> msgspec.msgpack.Decoder[_Index]:
 
 @cache
 def _part_decoder() -> msgspec.msgpack.Decoder[_Part]:
+    return msgspec.msgpack.Decoder(_Part)
+
+
+@cache
+def _chunk_decoder() -> msgspec.msgpack.Decoder[_Chunk]:
     any_event: Any = Union[tuple(kinds())]  # noqa: UP007  # of a tuple that is known at run time only
-    known = msgspec.defstruct("_Known", [("events", list[any_event])], bases=(_Part,))
+    known = msgspec.defstruct("_Known", [("events", list[any_event])], bases=(_Chunk,))
     return msgspec.msgpack.Decoder(known)
 
 

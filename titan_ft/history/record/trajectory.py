@@ -54,9 +54,8 @@ def read_states(commits: Iterable[StepCommitted]) -> tuple[dict[str, State], lis
             state.participants.update(event.participants)
             read = state.read.setdefault(event.replica, set())
             for data in event.readings():
-                read.update(
-                    (data.slot, batch) for batch in range(data.first_batch, data.first_batch + data.num_batches)
-                )
+                for batch in range(data.first_batch, data.first_batch + data.num_batches):
+                    read.add((data.slot, batch))
     return states, list(disagreements.values())
 
 

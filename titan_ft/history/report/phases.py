@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -99,10 +99,13 @@ def time_in_states(record: RunRecord) -> dict[int, dict[str, TimeInState]]:
 
 def add_up(phases: Iterable[Phase]) -> dict[str, TimeInState]:
     """Return how long some phases took together, by state."""
-    parts: dict[str, Counter[str]] = {}
+    parts: dict[tuple[str, str], int] = defaultdict(int)
     for phase in phases:
-        parts.setdefault(phase.state, Counter())[phase.fine] += phase.num_us
-    return {state: TimeInState(fine.total(), fine) for state, fine in parts.items()}
+        parts[phase.state, phase.fine] += phase.end_us - phase.start_us
+    states: dict[str, Counter[str]] = defaultdict(Counter)
+    for (state, fine), num_us in parts.items():
+        states[state][fine] += num_us
+    return {state: TimeInState(fine.total(), fine) for state, fine in states.items()}
 
 
 def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[Phase]:
