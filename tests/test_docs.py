@@ -284,8 +284,3 @@ def test_the_page_of_a_package_index_stands_alone() -> None:
     rows = [line for line in page.splitlines() if re.match(r"\| [a-z]", line)]
     assert rows
     assert all(row in readme for row in rows)
-
-
-def test_the_readme_is_short() -> None:
-    """The README is read in one go; the rest is in docs/."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 115

@@ -36,13 +36,14 @@ def participants_of(events: list[dict[str, Any]], step: int) -> list[int]:
 @pytest.mark.parametrize(
     ("groups", "point"),
     [
-        *itertools.product([2], ["backward", "exchange_first", "vote_before", "commit"]),
+        *itertools.product([2], ["backward", "exchange_first", "vote_before"]),
         *(
             pytest.param(groups, point, marks=pytest.mark.slow)
             for groups, point in [
                 (2, "forward"),
                 (2, "exchange_last"),
                 (2, "vote_after"),
+                (2, "commit"),
                 (2, "optimizer"),
                 (3, "backward"),
                 (3, "vote_before"),
@@ -91,11 +92,11 @@ def test_kill_between_quorum_and_process_group(make_job: Callable[..., Job], poi
 @pytest.mark.parametrize(
     ("point", "rank"),
     [
-        ("backward", 0),
         ("vote_before", 1),
         *(
             pytest.param(point, rank, marks=pytest.mark.slow)
             for point, rank in [
+                ("backward", 0),
                 ("backward", 1),
                 ("exchange_first", 0),
                 ("exchange_first", 1),
