@@ -4,7 +4,7 @@
 
 Two groups of two ranks each (stock: one job of four ranks), the same model, data and seed, in turn:
 
-  steady    step time without failures, as ratios to stock in the same round
+  steady    step time and CPU time without failures, as ratios to stock in the same round; CPU time of each thread
   failure   SIGKILL of a whole group: the survivors' stall, and the steps that they lost
   rejoin    the time from that kill until the group contributes again, on one host
   recovery  titan_ft alone, each group on cores of its own: kill to contributing by a fork and by new processes, the
@@ -98,7 +98,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).parents[1] / "configs" / "llama3_debug.toml"
     parser.add_argument("--config", type=Path, default=default, help="TOML of the model, the data and the exchange")
-    parser.add_argument("--rounds", type=_at_least(1), default=3, help="runs of each system for the step time")
+    parser.add_argument("--rounds", type=_at_least(1), default=7, help="runs of each system for the step time")
     parser.add_argument(
         "--steps", type=_at_least(WARMUP_STEPS + LOG_FREQ), default=40, help=f"of each, {WARMUP_STEPS} for warm-up"
     )

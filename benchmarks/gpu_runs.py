@@ -185,7 +185,7 @@ class StepTimes:
         plan, self.last = self._plan, self._work_dir / name
         job = plan.stock(self.last, same_steps=False) if column == STOCK else plan.groups(self.last)
         config = job_config(self._base, job, column, self._steps, LOG_FREQ, **self._tables)
-        return time_steps(job, config, RUN_SECONDS)
+        return time_steps(job, config, RUN_SECONDS).seconds
 
     def lengthen(self) -> list[float]:
         """Make steps so long that stock torchtitan's takes `LEAST_STEP_SECONDS`; returns the times of its run.

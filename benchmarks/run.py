@@ -101,6 +101,11 @@ class Run:
         if self._faults is not None:
             self._faults.close()
 
+    @property
+    def pids(self) -> list[int]:
+        """Return the pids of the processes that were started, services too."""
+        return [process.pid for _, process in self._started]
+
     def _log(self, command: Command) -> Path:
         return self.job.run_dir / f"{command.name}.log"
 
@@ -117,8 +122,11 @@ class Run:
                 raise BenchError(self._say(f"{command.name} ended with status {code}; {line}"))
         return any(process.poll() is None for command, process in self._started if not command.service)
 
-    def wait(self, timeout_seconds: float) -> None:
+    def wait(self, timeout_seconds: float, look: Callable[[], object] = lambda: None) -> None:
         """Wait until the training processes have finished.
+
+        Args:
+            look: called meanwhile, each `LOOK_SECONDS`.
 
         Raises:
             BenchError: one failed, or the time is over.
@@ -127,7 +135,8 @@ class Run:
         while self.is_running():
             if time.monotonic() > deadline:
                 raise TooLateError(self._say(f"did not finish within {timeout_seconds:g} s"))
-            time.sleep(POLL_SECONDS)
+            look()
+            time.sleep(LOOK_SECONDS)
 
     def sleep(self, seconds: float) -> None:
         """Sleep while the job runs.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
+from statistics import median
 from typing import Any
 
 from benchmarks.diloco import CASE as DILOCO
@@ -18,6 +19,7 @@ from benchmarks.steady import spread
 from benchmarks.systems import NUM_GROUPS, OURS, PEER, TITLES
 
 Costs = Sequence[Mapping[str, Any]]
+_LEAST_THREAD_MS = 1.0  # of a step; torch has dozens of idle threads
 
 
 def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
@@ -51,6 +53,22 @@ def _steady_rows(steady: Mapping[str, Any]) -> list[str]:
     rows = [["without failures", "step (s)", "ratio of medians", "ratio of means"]]
     for system, figures in steady.items():
         rows.append([TITLES[system], *(_spread(figures[name]) for name in ("seconds", "ratio", "mean_ratio"))])
+    times = [["CPU seconds of a step", "user, all ranks", "system, all ranks", "ratio of both", "other processes"]]
+    for system, figures in steady.items():
+        names = ("user", "system", "processor_ratio", "others")
+        times.append([TITLES[system], *(_spread(figures[name]) for name in names)])
+    return [*markdown(rows), "", *markdown(times), "", *_thread_rows(steady)]
+
+
+def _thread_rows(steady: Mapping[str, Any]) -> list[str]:
+    """Return the CPU time of the ranks' threads, the median of the rounds."""
+    rows = [["CPU ms of a step, all ranks", *(TITLES[system] for system in steady)]]
+    of_rounds = {system: [single["threads"] for single in figures["processor"]] for system, figures in steady.items()}
+    names = sorted({name for rounds in of_rounds.values() for single in rounds for name in single})
+    for name in names:
+        values = [median(single.get(name, 0.0) for single in rounds) * 1000 for rounds in of_rounds.values()]
+        if max(values) >= _LEAST_THREAD_MS:
+            rows.append([name, *(f"{value:.0f}" for value in values)])
     return markdown(rows)
 
 

@@ -94,6 +94,7 @@ def test_a_short_run_compares_step_times(tmp_path: Path) -> None:
     assert report["steady"][STOCK]["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     # Wide enough for a machine that does something else meanwhile.
     assert 0.2 < report["steady"][OURS]["ratio"]["median"] < 5.0
+    assert 0.5 < report["steady"][OURS]["processor_ratio"]["median"] < 2.0
     assert "titan_ft, 2 groups x 2 ranks" in ended.stdout
     deadline = time.monotonic() + 10.0
     while processes_with(str(work_dir)) and time.monotonic() < deadline:

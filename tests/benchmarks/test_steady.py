@@ -1,12 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Step times from torchtitan's log, and their comparison."""
+"""Step times and processor times of runs without failures, and their comparison."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.steady import compare, logged_steps, step_seconds
+from benchmarks.steady import SteadyRun, compare, compare_processor, logged_steps, step_seconds
 from benchmarks.systems import OURS, STOCK
 
 
@@ -18,6 +18,12 @@ def line(seconds: float, name: str, message: str) -> str:
 
 def step_line(seconds: float, step: int) -> str:
     return line(seconds, "root", f"\x1b[31mstep: {step:2}  \x1b[32mloss:  8.05838  \x1b[38;2;180;60;0mgrad_norm:  0.5")
+
+
+def of_run(processor_seconds: float) -> SteadyRun:
+    """A run whose ranks took so much processor time a step, a quarter of a second of it in the system."""
+    processor = {"user": processor_seconds - 0.25, "system": 0.25, "others": 0.5, "threads": {}}
+    return SteadyRun([1.0], processor)
 
 
 def test_step_times_come_from_the_lines_with_a_loss_and_leave_out_the_warmup() -> None:
@@ -45,3 +51,12 @@ def test_ratios_compare_runs_of_the_same_round() -> None:
     assert figures[OURS]["mean_ratio"] == pytest.approx(dict.fromkeys(names, 1.4))
     assert figures[OURS]["seconds"] == pytest.approx({"median": 1.65, "low": 1.1, "high": 2.2})
     assert figures[STOCK]["ratio"] == dict.fromkeys(names, 1.0)
+
+
+def test_the_processor_time_of_all_ranks_is_compared_in_the_same_round() -> None:
+    """User and system time count alike; other processes have a figure of their own."""
+    figures = compare_processor({STOCK: [of_run(1.0), of_run(2.0)], OURS: [of_run(1.1), of_run(1.9)]}, STOCK)
+    assert figures[OURS]["processor_ratio"] == pytest.approx({"median": 1.025, "low": 0.95, "high": 1.1})
+    assert figures[OURS]["user"] == pytest.approx({"median": 1.25, "low": 0.85, "high": 1.65})
+    assert figures[OURS]["system"]["median"] == pytest.approx(0.25)
+    assert figures[OURS]["others"]["median"] == pytest.approx(0.5)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from benchmarks.command import PARTS, describe_machine
@@ -13,7 +14,9 @@ from benchmarks.table import format_report
 
 def test_the_report_is_a_table_per_part() -> None:
     spread = {"median": 1.0, "low": 0.9, "high": 1.25}
-    steady = {OURS: {"seconds": spread, "ratio": spread, "mean_ratio": spread, "rounds": [[1.0]]}}
+    processor = {"threads": {"main": 0.5, "idle": 0.0004}}
+    columns = ("seconds", "ratio", "mean_ratio", "user", "system", "others", "processor_ratio")
+    steady = {OURS: {**dict.fromkeys(columns, spread), "rounds": [[1.0]], "processor": [processor]}}
     names = ("stall_seconds", "rejoin_seconds", "rejoin_stall_seconds")
     kills: dict[str, Any] = {
         PEER: [{**dict.fromkeys(names, 4.0), "steps_lost": 1}, {**dict.fromkeys(names), "stall_seconds": 5.0}]
@@ -24,6 +27,8 @@ def test_the_report_is_a_table_per_part() -> None:
     text = format_report(report, PARTS)
     assert str(machine["torch"]) in text
     assert "1.000 (0.900 to 1.250)" in text
+    assert re.search(r"^\| main +\| 500 +\|$", text, re.MULTILINE)
+    assert "idle" not in text
     assert "4.500 (4.000 to 5.000) | 1 " in text
     assert "4.000 (4.000 to 4.000), 1 never" in text
     assert "kill to contributing" not in format_report(report, ["failure"])
