@@ -270,7 +270,7 @@ def update_keeps_digest(patch: Patch) -> None:
     around(patch, Position, "advance", advance)
 
 
-@mutation(kinds=("kill", "tail", "freeze"), promises=("no state given up",), first=400)
+@mutation(kinds=("lost",), promises=("no state given up",))
 def load_keeps_digest(patch: Patch) -> None:
     """A heal without a replayed update keeps the digest of the joiner's former state."""
 
@@ -532,8 +532,8 @@ def hang_ends_silently(patch: Patch) -> None:
 def transfer_is_awaited(patch: Patch) -> None:
     """The others wait for a joiner's transfer."""
 
-    def take(former: Callable[..., healing.Healing], self: healing.Healing, *args: Any, **_: Any) -> healing.Healing:
-        return former(self, *args, others_wait=True)
+    def take(former: Callable[..., healing.Healing], self: healing.Healing, *args: Any) -> healing.Healing:
+        return former(self, *args).let_others_wait()
 
     around(patch, healing.Healing, "take", take)
 
