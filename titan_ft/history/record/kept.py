@@ -31,7 +31,7 @@ import msgspec
 
 from titan_ft import versions
 from titan_ft.history.record.usual_steps import Memory, Reducer, Reduction, WentBackError
-from titan_ft.run.events import Event, StepCommitted, kinds
+from titan_ft.run.events import Batches, Event, StepCommitted, kinds
 from titan_ft.run.log import Place, event_files, read_history, stream
 from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.tail import EventTail
@@ -261,6 +261,7 @@ class _Pool:
     def __init__(self) -> None:
         self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
         self._participants: list[int] = []
+        self._nothing: list[Batches] = []
 
     def share(self, chunk: _Chunk) -> None:
         """Let equal values of a chunk be the same objects, and fill in the fields that were left empty."""
@@ -269,6 +270,7 @@ class _Pool:
         for place, event in enumerate(chunk.events):
             if not isinstance(event, StepCommitted):
                 continue
+            self._share_small(event)
             if place not in alike:
                 self._share_lists(event)
                 known[event.lineage] = event
@@ -277,7 +279,14 @@ class _Pool:
             event.lineage, event.parent = first.lineage, first.parent
             event.participants, event.batches = first.participants, first.batches
         for event in chunk.firsts:
+            self._share_small(event)
             self._share_lists(event)
+
+    def _share_small(self, event: StepCommitted) -> None:
+        if not event.extra_data:
+            event.extra_data = self._nothing
+        for wait in event.waits or ():
+            msgspec.structs.force_setattr(wait, "why", sys.intern(wait.why))
 
     def _share_lists(self, event: StepCommitted) -> None:
         if event.participants == self._participants:

@@ -24,7 +24,7 @@ ROOT = "000000000000"  # lineage of the initial state, the parent of step 1
 Restart = CheckpointLoaded | RolledBack | StartedAnew  # the job says that it goes on from an earlier state
 
 
-@dataclass
+@dataclass(slots=True)
 class State:
     """A state that some group committed; the events of all ranks that did so together."""
 
@@ -33,8 +33,9 @@ class State:
     step: int
     time: float  # of its first event
     batches: dict[int, tuple[int, int]]  # slot -> first batch, number of batches
-    participants: set[int] = field(default_factory=set)
-    committed: set[int] = field(default_factory=set)  # replicas
+    # Nearly all states of a run have the same groups: they share one set, for a set of 30 takes 2 KB.
+    participants: frozenset[int] = frozenset()
+    committed: frozenset[int] = frozenset()  # replicas
     read: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # replica -> (slot, batch)
 
 
@@ -42,6 +43,7 @@ def read_states(commits: Iterable[StepCommitted]) -> tuple[dict[str, State], lis
     """Return the states that commits made, by lineage, and where events contradict each other."""
     states: dict[str, State] = {}
     disagreements: dict[str, str] = {}
+    pool: dict[frozenset[int], frozenset[int]] = {}
     for event in commits:
         lineage, parent, step = event.lineage, event.parent, event.step
         state = states.setdefault(lineage, State(lineage, parent, step, event.time, event.batches))
@@ -49,9 +51,13 @@ def read_states(commits: Iterable[StepCommitted]) -> tuple[dict[str, State], lis
             disagreements[lineage] = f"events disagree about what made the state {lineage}: step {state.step} or {step}"
         if event.batches != state.batches:
             disagreements[lineage] = f"events disagree about the batches of step {step} ({lineage})"
-        state.committed.add(event.replica)
+        if event.replica not in state.committed:
+            committed = state.committed | {event.replica}
+            state.committed = pool.setdefault(committed, committed)
         if event.contributed:
-            state.participants.update(event.participants)
+            if not state.participants.issuperset(event.participants):
+                participants = state.participants.union(event.participants)
+                state.participants = pool.setdefault(participants, participants)
             read = state.read.setdefault(event.replica, set())
             for data in event.readings():
                 for batch in range(data.first_batch, data.first_batch + data.num_batches):
