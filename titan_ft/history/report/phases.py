@@ -27,7 +27,7 @@ from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.report.style import DETAILS
 from titan_ft.history.timing.incidents import Incident, find_incidents
 from titan_ft.history.timing.intervals import Interval
-from titan_ft.history.timing.timeline import USUAL, timeline
+from titan_ft.history.timing.timeline import timeline
 from titan_ft.history.timing.waits import REASONS
 from titan_ft.run.events import StepCommitted
 
@@ -109,15 +109,17 @@ def add_up(phases: Iterable[Phase]) -> dict[str, TimeInState]:
 
 
 def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[Phase]:
-    exchanges = [each.num_us for each in row if each.state == "exchange_wait" and each.detail != USUAL]
+    exchanges = [each.num_us for each in row if each.state == "exchange_wait" and not each.is_sum]
     # Half a step of patience: exchanges of usual steps differ in length, above all on a busy machine.
     longest_usual = (2 * median(exchanges) if exchanges else 0) + record.usual_step_us / 2
-    begins = [attempt.begin_us for attempt in record.attempts.get(group, [])]
+    attempts = record.attempts.get(group, [])
+    begins = [attempt.begin_us for attempt in attempts]
+    gave_up_us = attempts[-1].gave_up_us if attempts else None
     for each in row:
         phase = Phase(each.start_us, each.end_us, _STATE_OF[each.state], each.state, _describe(each))
-        if each.state == "exchange_wait" and each.detail != USUAL and each.num_us > longest_usual:
+        if each.state == "exchange_wait" and not each.is_sum and each.num_us > longest_usual:
             phase = replace(phase, state="waiting", detail="for the other groups, in an exchange")
-        if each.state == "idle" and each.detail == "gave up":
+        if each.state == "idle" and gave_up_us is not None and each.start_us >= gave_up_us:
             phase = replace(phase, state="lost", detail="gave up")
         if phase.state == "waiting" and each.state != "wait_for_groups":
             phase = replace(phase, detail=f"{phase.detail}; {_for_whom(record, group, each)}".removesuffix("; "))

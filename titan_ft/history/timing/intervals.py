@@ -35,6 +35,8 @@ class Interval:
     end_us: int
     state: str
     detail: str = ""
+    is_sum: bool = False
+    """Whether it is one of three sums over usual steps in a row, and no stretch of time by itself."""
 
     @property
     def num_us(self) -> int:
@@ -52,15 +54,15 @@ class Strip:
         self.begin, self.end = begin, max(begin, end)
         self.cursor = begin
         self._starts: list[int] = []
-        self._states: list[tuple[str, str]] = []
-        """State and detail from each start to the next one, the last up to the cursor."""
+        self._states: list[tuple[str, str, bool]] = []
+        """State, detail and `Interval.is_sum` from each start to the next one, the last up to the cursor."""
 
-    def fill(self, until: int, state: str, detail: str = "") -> None:
+    def fill(self, until: int, state: str, detail: str = "", *, is_sum: bool = False) -> None:
         """Give the time from the cursor to `until` a state; do nothing if the cursor is there already."""
         until = min(until, self.end)
         if until > self.cursor:
             self._starts.append(self.cursor)
-            self._states.append((state, detail))
+            self._states.append((state, detail, is_sum))
             self.cursor = until
 
     def paint(self, start: int, end: int, state: str, over: Collection[str], detail: str = "") -> None:
@@ -70,7 +72,7 @@ class Strip:
             return
         for place in range(self._split(start, over), self._split(end, over)):
             if self._states[place][0] in over:
-                self._states[place] = (state, detail)
+                self._states[place] = (state, detail, False)
 
     def _split(self, at: int, over: Collection[str]) -> int:
         """Cut an interval in one of the states `over` in two; return the place of the first one from `at` on."""
@@ -84,16 +86,16 @@ class Strip:
         """Return start and end of the intervals in a state."""
         return [(left, right) for left, right, said in self._pieces() if said[0] == state]
 
-    def _pieces(self) -> Iterator[tuple[int, int, tuple[str, str]]]:
+    def _pieces(self) -> Iterator[tuple[int, int, tuple[str, str, bool]]]:
         return zip(self._starts, [*self._starts[1:], self.cursor], self._states, strict=False)
 
     def cut(self) -> tuple[Interval, ...]:
         """Return the intervals; neighbours in the same state with the same detail are one."""
         self.fill(self.end, "unknown")
         intervals: list[Interval] = []
-        for left, right, (state, detail) in self._pieces():
+        for left, right, (state, detail, is_sum) in self._pieces():
             if intervals and (intervals[-1].state, intervals[-1].detail) == (state, detail):
                 left = intervals.pop().start_us
-            intervals.append(Interval(left, right, state, detail))
+            intervals.append(Interval(left, right, state, detail, is_sum))
         assert sum(interval.num_us for interval in intervals) == self.end - self.begin, "time was lost or made"
         return tuple(intervals)

@@ -218,9 +218,9 @@ class GroupCutter:
     def _pass_usual(self, time: int, event: UsualSteps) -> None:
         """Fill the time of usual steps in a row: their sums, in three parts."""
         strip = self._strip
-        strip.fill(strip.cursor + event.productive_us, "productive", USUAL)
-        strip.fill(strip.cursor + event.exchange_us, "exchange_wait", USUAL)
-        strip.fill(time, "overhead", USUAL)
+        strip.fill(strip.cursor + event.productive_us, "productive", USUAL, is_sum=True)
+        strip.fill(strip.cursor + event.exchange_us, "exchange_wait", USUAL, is_sum=True)
+        strip.fill(time, "overhead", USUAL, is_sum=True)
         self._step = event.step
 
     def _paint_exchange(self, until: int) -> None:
