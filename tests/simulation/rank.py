@@ -394,9 +394,9 @@ class Rank:
             world.agreed(self, answer)
             return answer
 
-        def watched_request(step: int, failures: int) -> Any:
+        def watched_request(step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool]) -> Any:
             world.asks(self, step)
-            return request(step, failures)
+            return request(step, failures, is_outdated)
 
         def watched_vote(step: int, ok: bool) -> bool:
             world.votes(self)

@@ -43,6 +43,7 @@ class SnapshotServer:
         self._kernel, self.process, self.node, self.wait_seconds = kernel, process, node, wait_seconds
         self.snapshot: Snapshot | None = None
         self.offered: Message | None = None
+        self.offered_at = 0.0
         self.copy: Callable[[int, Part], None] | None = None
         self.wanted: Part | None = None
         self.is_pinned = False
@@ -70,6 +71,7 @@ class SnapshotServer:
         """Let joiners ask for a state of this step."""
         self._kernel.pause()
         self.offered, self.copy, self.wanted = offer, copy, None
+        self.offered_at = self._kernel.now
         self.tell()
 
     def withdraw(self) -> Snapshot | None:
@@ -212,7 +214,7 @@ class Transfers:
         finally:
             server.readers -= 1
 
-    def ask_offer(self, address: str, token: str, step: int = 0) -> tuple[int, int, int, int] | None:
+    def ask_offer(self, address: str, token: str, step: int = 0) -> tuple[int, int, int, int, int] | None:
         """Ask the server at `address` what it offers.
 
         Raises:
@@ -237,7 +239,8 @@ class Transfers:
             server.is_pinned and server.snapshot is not None and server.snapshot.step != offer["step"]
         ):
             return None
-        return offer["step"], offer["lineage"], offer["digest"], offer.get("milliseconds", 0)
+        elapsed = int(1000 * (kernel.now - server.offered_at))
+        return offer["step"], offer["lineage"], offer["digest"], offer.get("milliseconds", 0), elapsed
 
     def _acquire(
         self,

@@ -26,7 +26,7 @@ from titan_ft.membership.group import Group
 from titan_ft.protocol import decision as decisions
 from titan_ft.protocol.decision import Broken, Round, Update, decide, gives_next, is_update
 from titan_ft.protocol.errors import Leaving, first_line
-from titan_ft.protocol.healing import Healing, Offer, OutdatedError, Phase, VoidError
+from titan_ft.protocol.healing import NO_OFFER, Healing, Offer, OutdatedError, Phase, VoidError
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.strategy import strategy_of
@@ -213,40 +213,36 @@ class Heal:
         Args:
             others_wait: they do not compute, but make an exchange again that broke with this group's former process.
         """
-        began = time.monotonic()
+        self._pace.note_step()
         if others_wait and not self._is_worth_a_wait():
             return
         while self._is_in(Phase.ASKING) and self._may_ask():
             self._ask()
             if self._is_in(Phase.FETCHING):
                 self._rounds.begin()
-                self._await_state(began)
+                self._await_state()
             elif all(self._group.gather(self._exchange.under_way)):
                 self._pause()
             else:
                 return
         if self._is_in(Phase.FETCHING):
-            self._await_state(began)
+            self._await_state()
         if self._is_in(Phase.REPLAYING):
             self._make_room()
-            self._replay_until(self._find_latest(began))
+            self._replay_until(self._pace.find_latest(self._state.load_seconds))
 
-    def _await_state(self, began: float) -> None:
-        """Wait for the state while the others compute the step that began then, for as long as it can be loaded."""
+    def _await_state(self) -> None:
+        """Wait for the state while the others compute a step, for as long as it can be loaded."""
         self._make_room()
         while self._is_in(Phase.FETCHING) and not self._strategy.is_long:
             # A round of several steps is too long to block in: a leave request would go unnoticed.
-            until = self._find_latest(began)
+            until = self._pace.find_latest(self._state.load_seconds)
             if any(self._group.gather(time.monotonic() >= until or not self._exchange.under_way)):
                 return
             if self._attempt is not None:
                 with self._rounds.waiting():
                     self._attempt.wait(min(_POLL_SECONDS, until - time.monotonic()))
             self._conclude()
-
-    def _find_latest(self, began: float) -> float:
-        """Return until when this rank may load or replay in a step of the others that began then."""
-        return began + self._pace.find_spare_seconds(self._state.load_seconds)
 
     def _make_room(self) -> None:
         """Have memory for the next update taken now: later the others could wait for it."""
@@ -331,19 +327,20 @@ class Heal:
         number = self._group.gather(0 if found is None else len(found.slots))[0]
         if number == 0:
             return None
-        facts = (0, 0, 0, 0) if found is None else (found.step, found.lineage, found.digest, found.milliseconds)
-        step, lineage, digest, milliseconds = (self._group.gather(fact)[0] for fact in facts)
+        offer = found or NO_OFFER
+        facts = (offer.step, offer.lineage, offer.digest, offer.milliseconds, offer.elapsed_milliseconds)
+        step, lineage, digest, duration, elapsed = (self._group.gather(fact)[0] for fact in facts)
         own = (0,) * number if found is None else found.slots
         slots = tuple(self._group.gather(slot)[0] for slot in own)
         # Its holders may be gone before they show it in a round: then it is lost, and not to be begun anew silently.
         self._position.hear(step)
-        return Offer(slots, step, lineage, digest, milliseconds)
+        return Offer(slots, step, lineage, digest, duration, elapsed)
 
     def _take(self, offer: Offer) -> None:
         """Begin to fetch an offered state."""
         most = self._strategy.limit_donors(len(offer.slots))
         self._go(self._healing.take(offer, most))
-        self._pace.note_update(offer.milliseconds / 1000)
+        self._pace.note_offer(offer)
         self.ended_on_update = False
         healing, self._lost = self._healing, set()
         self._events.emit(
@@ -613,6 +610,7 @@ class _Pace:
 
     def __init__(self) -> None:
         self.update_seconds = 0.0  # of the slowest group, for its last update; 0 = unknown
+        self._began = 0.0  # when the others began their step, by this process's clock
         self.replay_seconds = 0.0  # of the last replayed update
         self._slow_rounds = 0  # in a row in which a replay took longer than an update
 
@@ -620,15 +618,27 @@ class _Pace:
         """Take in how long the slowest group took for an update; 0 = unknown."""
         self.update_seconds = seconds or self.update_seconds
 
-    def find_spare_seconds(self, load_seconds: float) -> float:
-        """Return how far into the others' step this rank may begin to load or replay without holding them up.
+    def note_step(self) -> None:
+        """The others begin a step, as far as this rank knows."""
+        self._began = time.monotonic()
+
+    def note_offer(self, offer: Offer) -> None:
+        """Take in how long a donor's last step took, and when its step began.
+
+        A lone group admits a joiner in the midst of a step. From the joiner's quorum on the step would seem longer.
+        """
+        self.note_update(offer.milliseconds / 1000)
+        self._began = time.monotonic() - offer.elapsed_milliseconds / 1000
+
+    def find_latest(self, load_seconds: float) -> float:
+        """Return until when this rank may begin to load or replay in the others' step without holding them up.
 
         Half of the step, or the step minus four times the last load (load and digest, with margin), whichever is later.
         """
         half = self.update_seconds / 2
         if not load_seconds:
-            return half
-        return max(half, self.update_seconds - _LOAD_TIMES_IN_RESERVE * load_seconds)
+            return self._began + half
+        return self._began + max(half, self.update_seconds - _LOAD_TIMES_IN_RESERVE * load_seconds)
 
     def note_lateness(self, until: float) -> int:
         """Return 0 before `until`; after it 1, and 1 more for each slow round in a row."""

@@ -86,10 +86,18 @@ class Rounds:
         self.last: Round | None = None  # the last round that worked
         self.waits = WaitLog()
 
-    def ask(self) -> None:
-        """Ask for the next round's quorum, unless it is asked for."""
-        if not self._membership.asked and not self._position.leaving:
-            self._membership.begin(self._position.claim)
+    def ask(self, *, ahead: bool = False) -> None:
+        """Ask for the next round's quorum, unless it is asked for.
+
+        Args:
+            ahead: this group computes a step before it waits for the quorum. Until then a lone group's quorum may grow.
+        """
+        if self._membership.asked:
+            if not ahead:
+                self._membership.need()
+        elif not self._position.leaving:
+            may_grow = ahead and self._config.group_size > 1 and not self._strategy.is_long
+            self._membership.begin(self._position.claim, ahead=may_grow)
 
     @property
     def asked(self) -> bool:
@@ -206,7 +214,7 @@ class Rounds:
 
     def launch(self) -> None:
         """Let the next backward launch the exchange of the next round; call it before the step's last backward."""
-        self.ask()
+        self.ask(ahead=True)
         self._exchange.arm(self._position.newest_step)
 
     def send(self, contribution: Contribution) -> None:

@@ -503,7 +503,7 @@ class ReplicaDimension:
         self._compare_speeds(made)
         if not self._pauses_after(update.step):
             # Asked for now, when all groups are at the same point, the next quorum finds everybody on time.
-            self._rounds.ask()
+            self._rounds.ask(ahead=True)
         return Committed(
             update=update,
             parent=made.lineage,

@@ -18,6 +18,8 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import math
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -46,7 +48,7 @@ from titan_ft.membership.pulse import (
     find_outsiders,
 )
 from titan_ft.membership.rendezvous import Rendezvous
-from titan_ft.membership.seat import CONNECT_SECONDS, Seat
+from titan_ft.membership.seat import CONNECT_SECONDS, Reply, Seat
 from titan_ft.protocol.member import Admission, Member, Quorum, admit, members_of_job
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.address import join_address
@@ -70,6 +72,7 @@ _FOLLOW_ASKS = 100  # of one at another place: shared storage tells some groups 
 # Groups that look at the lighthouse's page in each heartbeat timeout, while they wait in an exchange; 1000 groups look
 # 200 times a second. With NCCL each looks once more, soon after it has begun to wait.
 _OFTEN = 4
+_LOOK_TIMEOUTS = 0.1  # heartbeat timeouts between two looks of a lone group at the page, for groups that ask
 
 
 class Membership:
@@ -135,6 +138,7 @@ class Membership:
         )
         self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
         self._pending: Future[Quorum] | None = None
+        self._needed = threading.Event()  # the group waits for the quorum that it has asked for
         self._former: tuple[int, Sequence[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
         self._reported: set[str] = set()  # strangers
         self._counterparts: dict[int, Peer] = {}  # of this rank in the last quorum, by slot
@@ -185,10 +189,22 @@ class Membership:
         """Return the timeout of the process group's collectives."""
         return self._rendezvous.timeout
 
-    def begin(self, step: int) -> None:
-        """Ask for the quorum of the next exchange, holding `step` committed updates; returns at once."""
+    def begin(self, step: int, *, ahead: bool = False) -> None:
+        """Ask for the quorum of the next exchange, holding `step` committed updates; returns at once.
+
+        Args:
+            ahead: this group computes until it calls `need`. If it is alone in the quorum, a group that comes until
+                then is admitted to the same exchange.
+        """
         assert self._pending is None, "a quorum is asked for already: vote() uses it up before the next begin()"
+        self._needed.clear()
+        if not ahead:
+            self._needed.set()
         self._pending = self._thread.submit(self._ask, step, self._failures)
+
+    def need(self) -> None:
+        """Let the quorum that was asked for ahead be the one of the exchange: this group has nothing left to do."""
+        self._needed.set()
 
     @property
     def asked(self) -> bool:
@@ -352,6 +368,7 @@ class Membership:
         if self._closed:
             return
         self._closed = True
+        self._needed.set()
         self._seat.close()
         for watch in self._watches:
             watch.close()
@@ -364,12 +381,10 @@ class Membership:
     def _ask(self, step: int, failures: int) -> Quorum:
         if self._partition.must_report(failures):
             self._partition.report_links(failures, step)
-        asked = time.monotonic()
-        reply, admission = self._find_members(step, failures)
+        reply, admission, asked = self._find_members(step, failures)
         while self.member not in admission.members:
             self._partition.stay_outside(admission)
-            asked = time.monotonic()
-            reply, admission = self._find_members(step, failures)
+            reply, admission, asked = self._find_members(step, failures)
         answered, members = time.monotonic(), admission.members
         self._partition.note_quorum(admission)
         names = hashlib.sha256("/".join(member.unique for member in members).encode()).hexdigest()[:16]
@@ -410,17 +425,19 @@ class Membership:
             member.slot: Peer(member.unique, member.store, addresses[member.unique]) for member in others
         }
 
-    def _find_members(self, step: int, failures: int) -> tuple[Any, Admission]:
-        """Ask for a quorum and pick this group's own kind out of the reply.
+    def _find_members(self, step: int, failures: int) -> tuple[Reply, Admission, float]:
+        """Ask for a quorum and pick this group's own kind out of the reply; and return when the group asked.
 
         A lighthouse that was started again may not know all groups yet: a quorum then lacks groups that are alive. So
         ask again, as often on each rank of the group, before they count as gone.
         """
         former_id, former_names, former = self._former
+        asked = math.inf
         restarted, earlier, most = False, self._former[:2], _REUNION_ASKS
         for again in itertools.count():
             # Failures give the quorum a new id: reported once, so that another new id shows others' failures.
-            reply = self._seat.request(step, 0 if again else failures)
+            reply = self._seat.request(step, 0 if again else failures, self._await_others)
+            asked = min(asked, time.monotonic() - reply.seconds)
             names = reply.replica_ids
             # The same names, and this group's is one of them, say the same as in the step before.
             admission = former if names == former_names else admit(self.member, names)
@@ -444,7 +461,22 @@ class Membership:
                 logger.warning("the lighthouse was started again; waiting for groups %s to reconnect", missing)
             time.sleep(_REUNION_PAUSE_SECONDS)
         self._former = reply.quorum_id, names, admission
-        return reply, admission
+        return reply, admission, asked
+
+    def _await_others(self, names: Sequence[str]) -> bool:
+        """Wait until another group asks, if this one is alone in its quorum and computes; True if one asks. Rank 0.
+
+        The exchange of a lone group makes no collectives. So its quorum can still grow while the group computes, and a
+        joiner fetches the state in this step. In the next quorum it would come one step later.
+        """
+        beat = self._config.heartbeat_timeout_ms / 1000
+        if {member.slot for member in members_of_job(self.member, names)} != {self.member.slot}:
+            return False
+        while not self._needed.wait(beat * _LOOK_TIMEOUTS):
+            status = self._page.read(beat)
+            if status is not None and status.num_asking and find_outsiders(self.member, [self.member], status, beat):
+                return True
+        return False
 
     def _are_in_a_round(self, missing: Sequence[int], admission: Admission) -> bool:
         """Say whether one of these groups lives: its round may take long, and without it would be void. A collective.

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -74,12 +74,18 @@ class Reply:
         replica_ids: names of its members.
         max_step: largest number of committed updates that one of them has told.
         moved: whether another lighthouse says it than said the last one.
+        seconds: duration of the request.
     """
 
     quorum_id: int
     replica_ids: Sequence[str]
     max_step: int
     moved: bool = False
+    seconds: float = field(default=0.0, compare=False)
+
+
+def _never(names: Sequence[str]) -> bool:
+    return False
 
 
 class _MovedError(Exception):
@@ -230,31 +236,39 @@ class Seat:
             self._follower.close()
         self.leave()
 
-    def request(self, step: int, failures: int) -> Reply:
+    def request(self, step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool] = _never) -> Reply:
         """Ask until there is a quorum, when all ranks of the group do; gives up only without the lighthouse.
 
         A collective: all ranks get the same answer, or the same error.
 
+        Args:
+            is_outdated: says of the names in a quorum whether to ask for another one; may wait. Called on rank 0.
+
         Raises:
             LighthouseError: the lighthouse did not answer for `PROBE_SECONDS`, or this group has left.
         """
-        answer = json.loads(self._agreement.rank0_decides((), lambda _: self._ask_for_all(step, failures)))
+        answer = json.loads(self._agreement.rank0_decides((), lambda _: self._ask_for_all(step, failures, is_outdated)))
         if isinstance(answer, str):
             raise LighthouseError(answer)
-        quorum_id, max_step, names, moved = answer
+        quorum_id, max_step, names, seconds, moved = answer
         self._names = self._names if names is None else names
-        return Reply(quorum_id, self._names, max_step, moved)
+        return Reply(quorum_id, self._names, max_step, moved, seconds)
 
-    def _ask_for_all(self, step: int, failures: int) -> str:
-        """Ask on rank 0; returns a text: quorum id, largest step and names, None for those of before, or an error."""
+    def _ask_for_all(self, step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool]) -> str:
+        """Ask on rank 0; returns a text: the fields of a `Reply` (names: None = those of before), or an error."""
         try:
-            reply = self._ask_until_answered(step, failures)
+            while True:
+                asked = time.monotonic()
+                reply = self._ask_until_answered(step, failures)
+                seconds = time.monotonic() - asked
+                if not is_outdated(reply.replica_ids):
+                    break
         except LighthouseError as error:
             return json.dumps(str(error))
         # With many groups there are many names, and mostly the same ones.
         names = None if reply.replica_ids == self._names else reply.replica_ids
         moved, self._moved = self._moved, False
-        return json.dumps([reply.quorum_id, reply.max_step, names, moved])
+        return json.dumps([reply.quorum_id, reply.max_step, names, seconds, moved])
 
     def _ask_until_answered(self, step: int, failures: int) -> Any:
         timeout = PROBE_SECONDS

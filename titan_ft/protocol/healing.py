@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from titan_ft.protocol.row import Standing
 
@@ -39,6 +39,7 @@ class Offer:
         digest: of its bytes, if all holders have compared them; 0 = the next exchange must confirm the bytes.
         milliseconds: duration of the last step of the group in `slots[0]`, which is the joiner's first estimate of the
             time between two updates; 0 = unknown.
+        elapsed_milliseconds: since the update, when that group answered.
     """
 
     slots: tuple[int, ...]
@@ -46,6 +47,7 @@ class Offer:
     lineage: int
     digest: int
     milliseconds: int = 0
+    elapsed_milliseconds: int = field(default=0, compare=False)
 
 
 NO_OFFER = Offer((), 0, 0, 0)

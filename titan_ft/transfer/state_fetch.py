@@ -123,10 +123,10 @@ def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, TransferError | RefusedError) else f"{type(error).__name__}: {error}"
 
 
-def ask_offer(address: str, token: str, step: int = 0) -> tuple[int, int, int, int] | None:
+def ask_offer(address: str, token: str, step: int = 0) -> tuple[int, int, int, int, int] | None:
     """Return step, lineage and digest of the state that the StateServer at `address` offers; None if it offers none.
 
-    And the milliseconds that its last step took, 0 if it does not tell.
+    And the milliseconds that its last step took, 0 if it does not tell, and those since the offer began.
 
     Args:
         step: committed updates that are wanted; who has fewer is waited for, for a second at most.
@@ -144,7 +144,8 @@ def ask_offer(address: str, token: str, step: int = 0) -> tuple[int, int, int, i
         answer = read_line(stream)
         if "error" in answer:
             return None
-        return answer["step"], answer["lineage"], answer["digest"], answer.get("milliseconds", 0)
+        duration, elapsed = answer.get("milliseconds", 0), answer.get("elapsed_milliseconds", 0)
+        return answer["step"], answer["lineage"], answer["digest"], duration, elapsed
 
 
 class _Transfer:

@@ -61,6 +61,7 @@ class StateServer:
         self._snapshot: Snapshot | None = None
         self._copy_seconds = 0.0
         self._offer: Message | None = None
+        self._offered_at = 0.0
         self._copy: Callable[[int, Part], None] | None = None
         self._wanted: Part | None = None
         self._is_pinned = False
@@ -114,6 +115,7 @@ class StateServer:
         """
         with self._changed:
             self._offer, self._copy, self._wanted = offer, copy, None
+            self._offered_at = time.monotonic()
             self._changed.notify_all()
 
     @property
@@ -187,7 +189,9 @@ class StateServer:
             self._changed.wait_for(lambda: self._offer is None or self._offer["step"] >= step, _OFFER_SECONDS)
             offer, held = self._offer, self._snapshot
             is_taken = self._is_pinned and offer is not None and held is not None and held.step != offer["step"]
-            return None if is_taken else offer
+            if offer is None or is_taken:
+                return None
+            return Message({**offer, "elapsed_milliseconds": int(1000 * (time.monotonic() - self._offered_at))})
 
     @staticmethod
     def _next_request(connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> Message:

@@ -18,8 +18,9 @@ memory is scarce, it copies that part of the state only. The answer says by "hel
 payload begin and end.
 
 A request {"offer": true, "step"} is answered by {"step", "lineage", "digest"} of the state that the donor lets joiners
-have until its next update (`offer.py`), with {"milliseconds"} that its last step took; or by {"error": text} if it is
-none. A donor that has yet to make so many updates answers when it has, or after a second with what it offers then.
+have until its next update (`offer.py`), with {"milliseconds"} that its last step took and {"elapsed_milliseconds"}
+since the offer began; or by {"error": text} if it is none. A donor that has yet to make so many updates answers when it
+has, or after a second with what it offers then.
 
 A request {"probe": n, "back": address} is followed by n bytes, which come back behind {"bytes": n}: whether two ranks
 reach each other at all (`reach.py`); the joiner's first line has blanks before it then.
@@ -57,6 +58,7 @@ class Message(TypedDict, total=False):
     lineage: int
     digest: int
     milliseconds: int
+    elapsed_milliseconds: int
     offer: bool
     offset: Size
     bytes: Size

@@ -1059,6 +1059,18 @@ def test_a_state_that_the_others_went_on_from_without_it_is_given_up(make: Calla
     assert world.applied == list(range(7, world.step + 1))
 
 
+def test_the_step_of_the_others_began_before_the_quorum(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lone group admits a joiner in the midst of a step: the joiner's time for the load ends with that step."""
+    pace = make().heal._pace
+    monkeypatch.setattr("titan_ft.engine.heal.time", SimpleNamespace(monotonic=lambda: 100.0))
+    pace.note_step()
+    pace.note_offer(Offer((0,), 5, 1, 0, milliseconds=40_000, elapsed_milliseconds=30_000))
+    assert pace.find_latest(load_seconds=0.0) == 90.0
+    assert pace.find_latest(load_seconds=1.0) == 106.0
+
+
 @pytest.mark.parametrize(("load_seconds", "at_once"), [(0.0, False), (0.2, True), (0.3, False)])
 def test_a_state_that_comes_with_the_quorum_is_loaded_before_the_exchange_if_that_is_worth_it(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, load_seconds: float, at_once: bool

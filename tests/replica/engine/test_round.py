@@ -76,9 +76,13 @@ class World:
 
     # The membership
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, ahead: bool = False) -> None:
         self.asked = True
         self.asked_with.append(step)
+        self.needed = not ahead
+
+    def need(self) -> None:
+        self.needed = True
 
     def wait(self) -> Quorum:
         return self.quorum
@@ -100,6 +104,9 @@ class World:
     def launch(self, newest_step: int | None = None, *, due: bool = True) -> None:
         self.contributed = newest_step is not None and self.max_step <= newest_step
         self.due = due
+
+    def arm(self, newest_step: int) -> None:
+        pass
 
     def finish(self, facts: OwnFacts) -> Reduced:
         values, self.message = facts.complete(self.quorum, self.contributed, 0.0)
@@ -426,6 +433,19 @@ def test_the_quorum_is_asked_for_once_with_the_step_that_is_held(world: World) -
     assert world.position.leaving
     world.rounds.ask()
     assert world.asked_with == [7, 8, 8]
+
+
+def test_a_quorum_asked_for_ahead_is_needed_after_the_step() -> None:
+    """A lone group's quorum may grow while it computes. A round of several steps would keep a joiner waiting."""
+    for config, needed in (({}, False), ({"semi_sync_method": "diloco"}, True)):
+        world = World(**config)
+        world.rounds.ask(ahead=True)
+        assert world.needed is needed
+        world.rounds.launch()
+        assert world.needed is needed, "the step's backward is yet to come"
+        world.rounds.ask()
+        assert world.needed
+    assert world.asked_with == [7]
 
 
 def test_the_digest_is_taken_when_a_joiner_may_fetch_the_state(world: World) -> None:

@@ -93,7 +93,7 @@ class Seat:
     def __init__(self, hub: Hub, slot: int) -> None:
         self.hub, self.slot, self.number, self.asked = hub, slot, -1, False
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, ahead: bool = False) -> None:
         """Take the next quorum that this group is in."""
         self.number += 1
         while self.slot not in self.hub.slots(self.number):
@@ -101,6 +101,9 @@ class Seat:
         self.asked = True
 
     answered = True
+
+    def need(self) -> None:
+        """The quorum is there."""
 
     @property
     def member(self) -> Member:
@@ -724,9 +727,9 @@ def test_a_quorum_asked_for_at_the_commit_tells_the_new_step() -> None:
     claims: list[int] = []
     begin = group.seat.begin
 
-    def note(step: int) -> None:
+    def note(step: int, *, ahead: bool) -> None:
         claims.append(step)
-        begin(step)
+        begin(step, ahead=ahead)
 
     group.seat.begin = note  # type: ignore[method-assign]
     groups.run(lambda group: group.steps(2))

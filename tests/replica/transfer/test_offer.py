@@ -28,6 +28,12 @@ from titan_ft.transfer.wire import Message, TransferError, prove, read_line, wri
 HELD = Message(step=5, lineage=1005, digest=77)
 
 
+def find_offer(address: str, token: str, step: int = 0) -> tuple[int, ...] | None:
+    """Return what `ask_offer` returns, without the time since the offer began."""
+    found = ask_offer(address, token, step)
+    return None if found is None else found[:4]
+
+
 # The server
 
 
@@ -36,7 +42,7 @@ def test_who_offers_nothing_says_so(donor: Donor) -> None:
     donor.publish(make_snapshot(5, 10))
     assert ask_offer(donor.address, TOKEN) is None
     donor.server.offer(HELD)
-    assert ask_offer(donor.address, TOKEN) == (5, 1005, 77, 0)
+    assert find_offer(donor.address, TOKEN) == (5, 1005, 77, 0)
     donor.server.offer(None)
     assert ask_offer(donor.address, TOKEN) is None
 
@@ -91,16 +97,16 @@ def test_what_can_be_copied_at_once_is_copied_for_who_wants_it(donor: Donor) -> 
             donor.publish(sent)
 
     donor.server.offer(Message(step=5, lineage=1005, digest=0, milliseconds=700), copy)
-    assert ask_offer(donor.address, TOKEN) == (5, 1005, 0, 700)
+    assert find_offer(donor.address, TOKEN) == (5, 1005, 0, 700)
     assert copies == []
     check_equal(donor.fetch(5), sent)
     check_equal(donor.fetch(5), sent)
     assert copies == [5]
-    assert ask_offer(donor.address, TOKEN) == (5, 1005, 0, 700)
+    assert find_offer(donor.address, TOKEN) == (5, 1005, 0, 700)
     donor.server.offer(Message(step=6, lineage=1006, digest=0), copy)
     assert ask_offer(donor.address, TOKEN) is None
     donor.server.pin(False)
-    assert ask_offer(donor.address, TOKEN) == (6, 1006, 0, 0), "the other one has a donor besides"
+    assert find_offer(donor.address, TOKEN) == (6, 1006, 0, 0), "the other one has a donor besides"
 
 
 def test_a_group_that_is_about_to_make_the_update_is_waited_for(donor: Donor, background: ThreadPoolExecutor) -> None:
@@ -110,9 +116,11 @@ def test_a_group_that_is_about_to_make_the_update_is_waited_for(donor: Donor, ba
     with pytest.raises(TimeoutError):
         asked.result(0.2)
     donor.server.offer(Message(step=6, lineage=1006, digest=0), lambda step, part: None)
-    assert asked.result(DEADLINE) == (6, 1006, 0, 0)
-    assert ask_offer(donor.address, TOKEN, 6) == (6, 1006, 0, 0)
-    assert ask_offer(donor.address, TOKEN, 7) == (6, 1006, 0, 0), "nobody waits for long"
+    found = asked.result(DEADLINE)
+    assert found is not None
+    assert found[:3] == (6, 1006, 0)
+    assert find_offer(donor.address, TOKEN, 6) == (6, 1006, 0, 0)
+    assert find_offer(donor.address, TOKEN, 7) == (6, 1006, 0, 0), "nobody waits for long"
     donor.server.offer(None)
     assert ask_offer(donor.address, TOKEN, 7) is None
 
