@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol
@@ -28,7 +28,8 @@ from titan_ft.transfer.host_memory import HostMemory
 
 _BUFFER = "buffer/"  # a buffer's name in a state begins with it
 _ALIGNMENT = 64  # bytes; keeps every tensor of a payload aligned for any dtype
-_HASH_CHUNK = 1 << 20  # int64 lanes hashed at once: bounds the hash's extra memory to 16 MB
+_LANE_BYTES = 8
+_HASH_CHUNK = 1 << 20  # lanes hashed at once: bounds the hash's extra memory to 16 MB
 
 
 class Counters(Protocol):
@@ -452,12 +453,13 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _to_host(scalars: list[torch.Tensor]) -> list[torch.Tensor]:
+def _to_host(scalars: list[torch.Tensor]) -> list[int]:
     """Bring scalars to the host with one copy per device."""
-    result = list(scalars)
+    result = [0] * len(scalars)
     for where in {scalar.device for scalar in scalars}:
         places = [place for place, scalar in enumerate(scalars) if scalar.device == where]
-        for place, value in zip(places, torch.stack([scalars[place] for place in places]).cpu(), strict=True):
+        values = torch.stack([scalars[place] for place in places]).tolist()
+        for place, value in zip(places, values, strict=True):
             result[place] = value
     return result
 
@@ -468,23 +470,59 @@ def hash_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[list
     Returns:
         Name, dtype and shape of each shard, and the 64-bit hash of its bytes; see `TrainState.digest`.
     """
-    names, sums = [], []
+    names, shards = [], []
     for name, tensor in tensors:
         shard = device.local_shard(tensor)
         names.append([name, str(shard.dtype), list(shard.shape)])
-        sums.append(_lane_sum(shard))
-    return names, [int(value.item()) for value in _to_host(sums)]
+        shards.append(shard)
+    return names, _to_host(_lane_sums(shards))
 
 
-def _lane_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum the 64-bit lanes of `tensor` times odd weights, modulo 2**64; a scalar int64 tensor on its device."""
-    octets = tensor.contiguous().view(-1).view(torch.uint8)
-    if odd := octets.numel() % 8:
-        octets = torch.cat([octets, octets.new_zeros(8 - odd)])
-    lanes = octets.view(torch.int64) if octets.data_ptr() % 8 == 0 else octets.clone().view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    weights = torch.arange(min(_HASH_CHUNK, lanes.numel()), device=tensor.device)
-    weights.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F).bitwise_or_(1)  # Knuth's MMIX multiplier, made odd
+def _lane_sums(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return for each shard the sum of its 64-bit lanes times odd weights, modulo 2**64: an int64 on its device."""
+    sums: dict[int, torch.Tensor] = {}
+    weights: dict[torch.device, torch.Tensor] = {}
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for number, shard in enumerate(shards):
+        if shard.numel() == 1 and shard.element_size() <= _LANE_BYTES:
+            alike[shard.device, shard.dtype].append(number)
+    for where in {shard.device for shard in shards}:
+        lanes = max(-(-shard.nbytes // _LANE_BYTES) for shard in shards if shard.device == where)
+        weights[where] = _make_weights(min(max(lanes, 1), _HASH_CHUNK), where)
+    for (where, _), numbers in alike.items():
+        # Adam has a step for each parameter. One by one they would take as long as all that is large.
+        octets = torch.stack([shards[number].reshape(()) for number in numbers]).view(torch.uint8)
+        octets = octets.view(len(numbers), -1)
+        padded = torch.nn.functional.pad(octets, (0, _LANE_BYTES - octets.shape[1]))
+        products = padded.view(torch.int64).view(-1) * weights[where][0]
+        sums.update(zip(numbers, products.unbind(), strict=True))
+    for number, shard in enumerate(shards):
+        if number not in sums:
+            sums[number] = _lane_sum(shard, weights[shard.device])
+    return [sums[number] for number in range(len(shards))]
+
+
+def _lane_sum(shard: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the sum of one shard; `weights` are those of its lanes, or of a whole chunk."""
+    octets = shard.contiguous().view(-1).view(torch.uint8)
+    if odd := octets.numel() % _LANE_BYTES:
+        octets = torch.cat([octets, octets.new_zeros(_LANE_BYTES - odd)])
+    lanes = octets.view(torch.int64) if octets.data_ptr() % _LANE_BYTES == 0 else octets.clone().view(torch.int64)
+    if lanes.numel() <= _HASH_CHUNK:
+        return _weigh(lanes, weights)
+    total = torch.zeros((), dtype=torch.int64, device=shard.device)
     for number, chunk in enumerate(lanes.split(_HASH_CHUNK)):
-        total += (chunk * weights[: chunk.numel()]).sum() * (2 * number + 1)
+        total += _weigh(chunk, weights) * (2 * number + 1)
     return total
+
+
+def _weigh(lanes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    weights = weights[: lanes.numel()]
+    if lanes.device.type == "cpu":
+        return torch.dot(lanes, weights)  # in one pass; a GPU has no such product of integers
+    return (lanes * weights).sum()
+
+
+def _make_weights(number: int, where: torch.device) -> torch.Tensor:
+    weights = torch.arange(number, device=where)
+    return weights.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F).bitwise_or_(1)  # Knuth's MMIX multiplier, made odd

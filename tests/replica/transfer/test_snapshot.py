@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from titan_ft import device
 from titan_ft.protocol.errors import StateMismatchError
 from titan_ft.transfer import host_memory
 from titan_ft.transfer import snapshot as snapshots
-from titan_ft.transfer.snapshot import _HASH_CHUNK, Part, Snapshot, TrainState, _lane_sum
+from titan_ft.transfer.snapshot import _HASH_CHUNK, Part, Snapshot, TrainState, hash_tensors
 
 Tiny = Callable[..., Any]
 
@@ -438,22 +439,27 @@ def test_the_digest_does_not_know_the_order_of_optimizer_state(tiny: Tiny) -> No
     assert training.state.digest() == digest
 
 
+def lane_sum(tensor: torch.Tensor) -> int:
+    """The hash of one tensor's bytes."""
+    return hash_tensors([("name", tensor)])[1][0]
+
+
 def test_the_digest_is_of_bytes_not_of_values() -> None:
     """Zero and minus zero compare equal but are different states."""
     zeros = torch.zeros(3)
-    assert _lane_sum(zeros) != _lane_sum(-zeros)
+    assert lane_sum(zeros) != lane_sum(-zeros)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 64, 8 * _HASH_CHUNK - 1, 8 * _HASH_CHUNK + 9])
 def test_every_byte_of_any_length_counts(numel: int) -> None:
     """Sizes that fill no lane or no chunk: the first, the last and a middle byte change the sum."""
     octets = torch.arange(numel, dtype=torch.int64).mul_(31).to(torch.uint8)
-    total = int(_lane_sum(octets))
+    total = lane_sum(octets)
     for place in {0, numel // 2, numel - 1} if numel else set():
         octets[place] ^= 0x10
-        assert int(_lane_sum(octets)) != total
+        assert lane_sum(octets) != total
         octets[place] ^= 0x10
-    assert int(_lane_sum(octets)) == total
+    assert lane_sum(octets) == total
 
 
 def test_chunks_cannot_be_swapped() -> None:
@@ -461,7 +467,7 @@ def test_chunks_cannot_be_swapped() -> None:
     lanes = torch.randint(2**62, (3 * _HASH_CHUNK,), generator=torch.Generator().manual_seed(0))
     first, second, third = lanes.split(_HASH_CHUNK)
     orders = [(first, second, third), (second, first, third), (first, third, second), (third, second, first)]
-    assert len({int(_lane_sum(torch.cat(order))) for order in orders}) == len(orders)
+    assert len({lane_sum(torch.cat(order)) for order in orders}) == len(orders)
 
 
 def test_the_lane_sum_is_what_its_docstring_says() -> None:
@@ -469,7 +475,18 @@ def test_the_lane_sum_is_what_its_docstring_says() -> None:
     lanes = [3, 2**63 - 1, -5, 2**40 + 1]
     weights = [(n * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1 for n in range(4)]
     expected = sum(lane * weight for lane, weight in zip(lanes, weights, strict=True)) % 2**64
-    assert int(_lane_sum(torch.tensor(lanes))) % 2**64 == expected
+    assert lane_sum(torch.tensor(lanes)) % 2**64 == expected
+
+
+def test_the_sum_of_a_tensor_does_not_depend_on_those_beside_it() -> None:
+    """Scalars are hashed together, and all use the weights that the largest one needs."""
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.float32]
+    tensors = [torch.tensor(number + 0.5).to(dtype) for number, dtype in enumerate(dtypes)]
+    tensors += [torch.arange(9.0), torch.empty(0), torch.tensor([1 + 2j], dtype=torch.complex128)]
+    together = hash_tensors((str(number), tensor) for number, tensor in enumerate(tensors))[1]
+    assert together == [lane_sum(tensor) for tensor in tensors]
+    weight = 0x14057B7EF767814F
+    assert together[0] % 2**64 == int.from_bytes(struct.pack("<f", 0.5), "little") * weight % 2**64
 
 
 def test_memory_layout_does_not_matter() -> None:
@@ -478,8 +495,8 @@ def test_memory_layout_does_not_matter() -> None:
     unaligned = torch.zeros(36, dtype=torch.int16)[1:].view(5, 7)
     unaligned.copy_(matrix)
     assert unaligned.data_ptr() % 8 != 0
-    assert int(_lane_sum(unaligned)) == int(_lane_sum(matrix))
-    assert int(_lane_sum(matrix.t().contiguous().t())) == int(_lane_sum(matrix))
+    assert (lane_sum(unaligned)) == (lane_sum(matrix))
+    assert (lane_sum(matrix.t().contiguous().t())) == (lane_sum(matrix))
 
 
 # Shards
