@@ -25,6 +25,7 @@ from titan_ft.transfer.wire import TOKEN_REMEDY, Message, octets, proof, read_li
 _HANDSHAKE_SECONDS = 10.0
 _OFFER_SECONDS = 1.0  # that a newcomer's question may wait for the offer; less than it waits for the answer
 _WAITING_SECONDS = 1.0  # between two lines of a donor that has yet to take the snapshot; well below a joiner's stall
+_POLL_SECONDS = 1.0  # of the thread that listens. `close` wakes it: a shorter time would only cost each step
 _JOINER_SECONDS = 60.0  # until a donor drops a joiner that takes nothing: its snapshot's memory is wanted
 
 
@@ -70,7 +71,7 @@ class StateServer:
         self._use_device = device.for_thread()
         self._server = _Server((host, 0), self._handle)
         threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="titan_ft_state_server", daemon=True
+            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="titan_ft_state_server", daemon=True
         ).start()
 
     @property
@@ -140,6 +141,8 @@ class StateServer:
         self.withdraw()
         with self._changed:
             self._changed.notify_all()
+        with contextlib.suppress(OSError):  # It is not allowed on macOS: there the next poll ends the thread.
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
         self._server.shutdown()
         self._server.server_close()
 
