@@ -228,7 +228,8 @@ class Bucket:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         factors: list[float] = []
-        for part, total, weight in zip(self.parts, self.split(flat)[0], weights, strict=True):
+        views = self.views if flat is self.flat else self.split(flat)[0]
+        for part, total, weight in zip(self.parts, views, weights, strict=True):
             if weight:
                 targets.append(part.target())
                 sources.append(total)
@@ -237,14 +238,26 @@ class Bucket:
                 factors.append(self._gradient_scale * (1 / weight if scale is None else scale) if mean else 1.0)
             else:
                 part.drop()
-        if sources and sources[0].device.type == "cpu" and targets[0].device.type != "cpu":
-            _upload(targets, sources, factors)
+        if not targets:
             return
-        # On a host each part while it is in the cache.
-        size = 1 if self._where.type == "cpu" else max(len(targets), 1)
-        for first in range(0, len(targets), size):
-            run = slice(first, first + size)
-            _multiply(targets[run], sources[run], factors[run])
+        if sources[0].device.type == "cpu" and targets[0].device.type != "cpu":
+            _upload(targets, sources, factors)
+        elif self._where.type == "cpu":
+            _multiply_on_host(targets, sources, factors)
+        else:
+            _multiply(targets, sources, factors)
+
+
+def _multiply_on_host(targets: list[torch.Tensor], sources: list[torch.Tensor], factors: list[float]) -> None:
+    """Make targets the sources times factors, each while it is in the cache."""
+    if all(factor == 1.0 for factor in factors):
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source, factor in zip(targets, sources, factors, strict=True):
+        if factor != 1.0 and target.dtype is source.dtype is torch.float32:
+            torch.mul(source, factor, out=target)  # in one pass, without memory for the product
+        else:
+            _multiply([target], [source], [factor])
 
 
 def _multiply(targets: list[torch.Tensor], sources: list[torch.Tensor], factors: list[float]) -> None:
