@@ -406,11 +406,12 @@ class Heal:
 
     def _follow_donors(self) -> None:
         """Name a donor that still gives, if the named one does not: a later joiner leaves the named one alone."""
+        # Each rank loses donors by itself. A donor that one rank has lost would be named again and again by the others.
+        lost = self._group.union(set(self._lost))
         donors = self._healing.donors
-        giving = [place for place, slot in enumerate(donors) if slot not in self._lost] or [0]
-        place = max(self._group.gather(giving[0]))
-        if place:
-            self._go(self._healing.follow(donors[place]))
+        giving = [slot for slot in donors if slot not in lost]
+        if giving and giving[0] != donors[0]:
+            self._go(self._healing.follow(giving[0]))
 
     def _end_queue(self, attempt: CatchUp) -> None:
         """Fetch a newer state if all ranks would have it in time, once in a heal; else let the others wait."""

@@ -19,9 +19,10 @@ from titan_ft.config import FaultTolerance
 from titan_ft.engine import heal
 from titan_ft.engine.catch_up import CatchUp, Fetched
 from titan_ft.engine.heal import Heal
+from titan_ft.membership.group import Group
 from titan_ft.protocol.decision import ALONE_SECONDS, Broken, Round, Update, judge
 from titan_ft.protocol.errors import JobLostError, Leaving
-from titan_ft.protocol.healing import NO_OFFER, Offer, Phase
+from titan_ft.protocol.healing import NO_OFFER, Healing, Offer, Phase
 from titan_ft.protocol.ledger import Entry, Ledger
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.protocol.position import Position
@@ -315,6 +316,8 @@ class World:
     def gather(self, value: int) -> list[int]:
         others, self.others_see = self.others_see, []
         return [value, *others]
+
+    union = Group.union
 
     def clock(self) -> float:
         return self.seconds
@@ -857,6 +860,24 @@ def test_a_donor_that_dies_in_mid_round_is_followed_by_the_next(make: Callable[.
     world.heal.run()
     assert healed(world)
     assert ([donor for donor, _ in world.fetches], world.made) == ([0, 1], 1)
+
+
+@pytest.mark.parametrize(("lost", "named"), [((), 0), ((0,), 1), ((1,), 0), ((0, 1), 0)])
+def test_a_named_donor_is_one_that_gives_to_all_ranks(
+    make: Callable[..., World], lost: tuple[int, ...], named: int
+) -> None:
+    """If each donor is lost to some rank, the name stays. It would go to and fro, and with it the others' choice."""
+    world = make()
+    world.heal._go(Healing().take(Offer((0, 1), 5, 1, 0), 2))
+    first = [world.heal._healing.donor]
+    for _ in range(3):
+        # This rank has lost the first one of them, and its sibling the others.
+        world.heal._lost = set(lost[:1])
+        seen = [max(lost[1:], default=-1), sum(1 << slot for slot in lost[1:])]
+        world.gather = lambda value, seen=seen: [value, seen.pop(0)]  # type: ignore[method-assign,misc]
+        world.heal._follow_donors()
+        first.append(world.heal._healing.donor)
+    assert first == [0, named, named, named]
 
 
 def test_a_group_leaves_while_it_fetches(make: Callable[..., World]) -> None:
