@@ -164,7 +164,7 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
     }
     options = Options(3, ranks, 14, fault_tolerance, restart_seconds=(0.5, 0.5))
     with standins.installed():
-        world = Schedule(2, options, (Slow(1.2, 2, 0, 10.0, 0.5), KillGroups(1.65, (0, 1)))).run()
+        world = Schedule(1, options, (Slow(1.2, 2, 0, 10.0, 0.5), KillGroups(1.65, (0, 1)))).run()
     if waits:
         assert not world.problems
     else:
@@ -237,7 +237,7 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
     faults = KillGroups(1.0, (2,)), Slow(1.2, 1, 0, 15.0, 20.0), LighthouseDies(4.0, 0.3)
     left_out = 0
     with standins.installed():
-        for seed in (5, 13, 17):
+        for seed in (0, 2, 4):
             world = Schedule(seed, options, faults).run(traces=True)
             assert not world.problems
             left_out += sum("left_out" in str(line) for line in world.trace)
@@ -467,7 +467,7 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
     }
 
 
-@pytest.mark.parametrize("before", [0.005, 0.015])
+@pytest.mark.parametrize("before", [0.001, 0.003])
 def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(before: float) -> None:
     """It waits for the sibling, which is frozen in the last votes, and ends; its store goes with it."""
     fault_tolerance = {
@@ -690,8 +690,8 @@ def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update(kill: float) ->
         (0.1, 0.3, 2),
         (0.1, 0.7, 3),
         (0.1, 1.1, 4),
-        (0.7, 0.05, 1),  # in the midst of a step, to which the lone group admits it
-        (0.7, 0.3, 2),
+        (0.5, 0.05, 1),  # in the midst of a step, to which the lone group admits it
+        (0.5, 0.3, 2),
     ],
 )
 def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
@@ -715,14 +715,14 @@ def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
 def test_a_lone_group_admits_a_joiner_to_the_step_under_way(ranks: int) -> None:
     """Its quorum is not the exchange's until it has computed: else each joiner would wait for a whole step."""
     fault_tolerance = {"enable": True, "group_size": 2, "process_group_timeout_ms": 3000}
-    times = {"transfer_seconds": (0.05, 0.05), "restart_seconds": (0.7, 0.7), "compute_seconds": 0.4}
+    times = {"transfer_seconds": (0.05, 0.05), "restart_seconds": (0.5, 0.5), "compute_seconds": 0.4}
     with standins.installed():
         world = Schedule(2, Options(2, ranks, 6, fault_tolerance, **times), (KillGroups(1.0, (1,)),)).run(traces=True)
     assert not world.problems
     said = [(at, text) for at, who, text in world.trace if who == "g0r0" and at > 1.0]
     commits = [at for at, text in said if text.startswith("commits")]
     joined = next(at for at, text in said if text.startswith("joined") and "participants=[0, 1]" in text)
-    assert commits[0] + 0.3 < joined < commits[1]
+    assert commits[0] + 0.1 < joined < commits[1] - 0.1
 
 
 def test_a_group_that_has_yet_to_begin_serves_no_joiner_beside_one_that_trains() -> None:

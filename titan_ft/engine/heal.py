@@ -99,7 +99,8 @@ class Heal:
         self._search = OfferSearch(rounds.find_holders, token, num_asked)
         self._lookout = Lookout(position, rounds, group)
         self._pace = _Pace()
-        self._healing = Healing(Phase.READY)
+        # Joiners ask from their own slots on, so that many that come together ask different holders.
+        self._healing = Healing(Phase.READY, last_donor=config.replica_id)
         self._attempt: CatchUp | None = None
         self._lost: set[int] = set()  # donors that give nothing to this rank any more; written by the fetch's thread
         self._offer: Offer | None = None  # found by `await_offer`, for the heal that follows

@@ -214,7 +214,9 @@ class Rounds:
 
     def launch(self) -> None:
         """Let the next backward launch the exchange of the next round; call it before the step's last backward."""
-        self.ask(ahead=True)
+        # Not ahead: a newcomer that holds as much as this group has not heard of the step, and would keep it waiting.
+        if not self.asked:
+            self.ask()
         self._exchange.arm(self._position.newest_step)
 
     def send(self, contribution: Contribution) -> None:

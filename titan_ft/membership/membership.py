@@ -72,7 +72,10 @@ _FOLLOW_ASKS = 100  # of one at another place: shared storage tells some groups 
 # Groups that look at the lighthouse's page in each heartbeat timeout, while they wait in an exchange; 1000 groups look
 # 200 times a second. With NCCL each looks once more, soon after it has begun to wait.
 _OFTEN = 4
-_LOOK_TIMEOUTS = 0.1  # heartbeat timeouts between two looks of a lone group at the page, for groups that ask
+# Pause between two looks of a lone group at the page, for groups that ask: the longer one of these two.
+_LOOK_TIMEOUTS = 0.1  # heartbeat timeouts
+_LOOK_SHARE = 0.02  # of a step
+_CONNECTING_TIMES_IN_RESERVE = 2  # admit a joiner only if this many times of the last connecting remain in the step
 
 
 class Membership:
@@ -139,6 +142,10 @@ class Membership:
         self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
         self._pending: Future[Quorum] | None = None
         self._needed = threading.Event()  # the group waits for the quorum that it has asked for
+        self._asked_at = 0.0
+        self._computing_seconds = 0.0  # from the last request ahead until the group needed the quorum; 0 = unknown
+        self._connecting_seconds = math.inf  # of the last process group with others
+        self._leave_requested = leave_requested
         self._former: tuple[int, Sequence[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
         self._reported: set[str] = set()  # strangers
         self._counterparts: dict[int, Peer] = {}  # of this rank in the last quorum, by slot
@@ -197,6 +204,7 @@ class Membership:
                 then is admitted to the same exchange.
         """
         assert self._pending is None, "a quorum is asked for already: vote() uses it up before the next begin()"
+        self._asked_at = time.monotonic()
         self._needed.clear()
         if not ahead:
             self._needed.set()
@@ -204,7 +212,9 @@ class Membership:
 
     def need(self) -> None:
         """Let the quorum that was asked for ahead be the one of the exchange: this group has nothing left to do."""
-        self._needed.set()
+        if not self._needed.is_set():
+            self._computing_seconds = time.monotonic() - self._asked_at
+            self._needed.set()
 
     @property
     def asked(self) -> bool:
@@ -396,6 +406,8 @@ class Membership:
             error = self._rendezvous.configure(key, reply.quorum_id, members, self.member, step)
             ready = time.monotonic()
             if error is None:
+                if len(members) > 1:
+                    self._connecting_seconds = ready - answered
                 self._note_counterparts(members)
                 self._events.emit(
                     Joined(
@@ -468,14 +480,20 @@ class Membership:
 
         The exchange of a lone group makes no collectives. So its quorum can still grow while the group computes, and a
         joiner fetches the state in this step. In the next quorum it would come one step later.
+
+        The wait ends early enough for the connections to a joiner: the group would wait for these after its step.
         """
-        beat = self._config.heartbeat_timeout_ms / 1000
-        if {member.slot for member in members_of_job(self.member, names)} != {self.member.slot}:
+        if names != self._former[1] or {m.slot for m in members_of_job(self.member, names)} != {self.member.slot}:
             return False
-        while not self._needed.wait(beat * _LOOK_TIMEOUTS):
+        beat = self._config.heartbeat_timeout_ms / 1000
+        pause_seconds = max(_LOOK_TIMEOUTS * beat, _LOOK_SHARE * self._computing_seconds)
+        latest = self._asked_at + self._computing_seconds - _CONNECTING_TIMES_IN_RESERVE * self._connecting_seconds
+        while time.monotonic() < latest and not self._needed.wait(pause_seconds) and not self._leave_requested():
             status = self._page.read(beat)
-            if status is not None and status.num_asking and find_outsiders(self.member, [self.member], status, beat):
-                return True
+            if status is None:
+                return False  # each further look could keep the group waiting for its timeout
+            if status.num_asking and find_outsiders(self.member, [self.member], status, beat):
+                return not self._needed.is_set()
         return False
 
     def _are_in_a_round(self, missing: Sequence[int], admission: Admission) -> bool:

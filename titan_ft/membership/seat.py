@@ -173,8 +173,9 @@ class Seat:
                 logger.warning("no seat at the lighthouse's new place yet: %s", error)
                 return False
             self._moved = True
-        with contextlib.suppress(InvalidStateError):  # it was answered just now
-            self._asked.set_exception(_MovedError())
+            self._lighthouse.place = place  # under the lock: no seat is opened at the former place from now on
+            with contextlib.suppress(InvalidStateError):  # it was answered just now
+                self._asked.set_exception(_MovedError())
         self._on_move(former, place.url, place.job)
         return True
 
@@ -256,18 +257,19 @@ class Seat:
 
     def _ask_for_all(self, step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool]) -> str:
         """Ask on rank 0; returns a text: the fields of a `Reply` (names: None = those of before), or an error."""
+        moved = False
         try:
             while True:
                 asked = time.monotonic()
                 reply = self._ask_until_answered(step, failures)
                 seconds = time.monotonic() - asked
+                moved, self._moved = moved or self._moved, False  # before a wait, in which the seat may move
                 if not is_outdated(reply.replica_ids):
                     break
         except LighthouseError as error:
             return json.dumps(str(error))
         # With many groups there are many names, and mostly the same ones.
         names = None if reply.replica_ids == self._names else reply.replica_ids
-        moved, self._moved = self._moved, False
         return json.dumps([reply.quorum_id, reply.max_step, names, seconds, moved])
 
     def _ask_until_answered(self, step: int, failures: int) -> Any:

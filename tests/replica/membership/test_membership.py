@@ -92,13 +92,20 @@ def test_asking_returns_at_once(seats: Any, start_lighthouse: Callable[..., str]
     assert one.asked, "a quorum is used up by the vote, not by looking at it"
 
 
-def test_a_lone_group_that_computes_admits_a_group_that_comes(seats: Any) -> None:
-    """Its quorum stays open until it is needed: the joiner is in the exchange of the step under way, with all ranks."""
-    ranks = seats.take_group(0)
+def compute_alone(seats: Any, step_seconds: float) -> list[Membership]:
+    """Return the ranks of a lone group that computes a step and has asked for its quorum."""
+    ranks: list[Membership] = seats.take_group(0)
     seats.meet(*ranks)
     seats.together(*[partial(rank.vote, 0, True) for rank in ranks])
+    ranks[0]._computing_seconds, ranks[0]._connecting_seconds = step_seconds, 0.01  # as measured in earlier steps
     for rank in ranks:
         rank.begin(1, ahead=True)
+    return ranks
+
+
+def test_a_lone_group_that_computes_admits_a_group_that_comes(seats: Any) -> None:
+    """Its quorum stays open until it is needed: the joiner is in the exchange of the step under way, with all ranks."""
+    ranks = compute_alone(seats, DEADLINE)
     joiner = seats.take(1)
     for rank in ranks:
         with pytest.raises(TimeoutError):  # a group that only heartbeats is in no quorum yet
@@ -109,17 +116,24 @@ def test_a_lone_group_that_computes_admits_a_group_that_comes(seats: Any) -> Non
 
 def test_a_lone_group_that_has_computed_waits_for_nobody(seats: Any) -> None:
     """A group that has yet to ask comes to the next exchange. Rank 0 speaks for all ranks."""
-    ranks = seats.take_group(0)
-    seats.meet(*ranks)
-    seats.together(*[partial(rank.vote, 0, True) for rank in ranks])
-    for rank in ranks:
-        rank.begin(1, ahead=True)
+    ranks = compute_alone(seats, DEADLINE)
     seats.take(1)
     ranks[1].need()
     with pytest.raises(TimeoutError):
         ranks[1]._pending.result(0.3)
     ranks[0].need()
     assert [rank.wait().slots for rank in ranks] == [[0], [0]]
+
+
+@pytest.mark.parametrize("reason", ["its step is nearly over", "it is to leave", "no step was measured"])
+def test_a_lone_group_admits_nobody_that_would_hold_it_up(
+    seats: Any, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """It has its quorum while it computes: the connections to a joiner would be made after its step."""
+    if reason == "it is to leave":
+        monkeypatch.setattr(seats, "take", partial(seats.take, leave_requested=lambda: True))
+    ranks = compute_alone(seats, {"its step is nearly over": 0.02, "no step was measured": 0.0}.get(reason, DEADLINE))
+    assert [rank._pending.result(DEADLINE).slots for rank in ranks] == [[0], [0]]
 
 
 def test_a_group_that_computes_and_is_not_alone_has_its_quorum_at_once(seats: Any) -> None:
