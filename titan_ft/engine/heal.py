@@ -47,8 +47,8 @@ from titan_ft.transfer.wire import TransferError
 
 logger = logging.getLogger(__name__)
 
-_MIN_ASKED = 8  # groups at once, for one that offers its state, however few may be donors
-_MAX_SLOW_ROUNDS = 3  # in a row, with more queued updates than that, before the others are asked to wait
+_MIN_ASKED = 8  # ask at least this many groups at once, even if `heal_donors` is smaller
+_MAX_SLOW_ROUNDS = 3  # at this many slow rounds in a row, with more updates still queued, the others are asked to wait
 _LOAD_TIMES_IN_RESERVE = 4  # load now only if this many load times remain before the others' next update
 _POLL_SECONDS = 0.05  # between two looks at the other ranks of the group and at the other groups
 
@@ -94,7 +94,8 @@ class Heal:
         self._token = token
         self._ranks_on_host = ranks_on_host
         self._apply = apply
-        # Of two groups that offer different states, the more common one counts: a few more are asked than give.
+        # Groups may offer different states, and the most frequent one counts. So more groups are asked than give.
+        # 0 = all.
         num_asked = max(_MIN_ASKED, config.heal_donors) if config.heal_donors else 0
         self._search = OfferSearch(rounds.find_holders, token, num_asked)
         self._lookout = Lookout(position, rounds, group)
@@ -104,8 +105,8 @@ class Heal:
         self._attempt: CatchUp | None = None
         self._lost: set[int] = set()  # donors that give nothing to this rank any more; written by the fetch's thread
         self._offer: Offer | None = None  # found by `await_offer`, for the heal that follows
-        self._least_step = 1  # committed updates of a state that is not outdated, as far as this group has heard
-        self.ended_on_update = False  # whether the last round of the heal was an update
+        self._least_step = 1  # ask for at least this many updates: older states are outdated
+        self.ended_on_update = False  # the last round was an update; `ReplicaDimension.opens` reads it after the heal
 
     def await_offer(self, beyond: int) -> bool:
         """Wait for the quorum asked for, or until a group offers a state of more than `beyond` updates.
@@ -135,7 +136,8 @@ class Heal:
             Leaving: the group was told to leave.
         """
         started = time.monotonic()
-        # A newcomer asks before it has a quorum: the others' exchange may count on its former process.
+        # A newcomer asks before it has a quorum. The others' exchange may need its former process: then it breaks, and
+        # the newcomer joins the repetition.
         is_new = self._rounds.last is None and not self._strategy.is_long
         self._begin()
         while not self._is_in(Phase.READY):
@@ -163,7 +165,7 @@ class Heal:
         self._least_step = 1
         if self._rounds.last is not None:
             self._note_step(self._rounds.last)
-        self.ended_on_update = True  # whatever the round was that this group missed
+        self.ended_on_update = True  # the missed round may have been an update: assume so
         if self._offer is not None:
             offer, self._offer = self._offer, None
             self._take(offer)
@@ -197,11 +199,13 @@ class Heal:
         while not self._is_in(Phase.READY):
             self._leave_if_told()
             if self._is_in(Phase.ASKING):
-                self._ask()  # also if they are there: they may wait for this group, and make one round after the other
+                # Before the check below: holders that wait for this group make rounds without pause, and the quorum
+                # may always be ready.
+                self._ask()
             if any(self._group.gather(self._rounds.awaited)):
                 return
             if self._is_in(Phase.REPLAYING) and self._has_work:
-                self._replay_until(began)  # two updates at a time, for the group may be told to leave
+                self._replay_until(began)  # that time has passed: replay two updates, then look for a leave request
             else:
                 self._pause()
             self._conclude()
@@ -246,14 +250,15 @@ class Heal:
             self._conclude()
 
     def _make_room(self) -> None:
-        """Have memory for the next update taken now: later the others could wait for it."""
+        """Allocate memory for the next update now. Later, the allocation would delay the others."""
         if not self._healing.others_wait:
             self._exchange.room.prepare()
 
     def _is_worth_a_wait(self) -> bool:
-        """True if loading now costs the waiting groups less, all together, than this group's part of a step is worth.
+        """True if a load now costs the waiting groups, together, less than one group's step.
 
-        It takes `load_seconds`, and as much for the digest. Otherwise this group is back one step later.
+        The cost per group is twice `load_seconds`: load and digest. Otherwise this group is back one step later. Never
+        true while a duration is unknown (0).
         """
         if not self._is_in(Phase.REPLAYING):
             return False
@@ -272,7 +277,10 @@ class Heal:
             raise Leaving
 
     def _pause(self) -> None:
-        """Wait a moment: the leading rank for its search, else for the quorum, if that is yet to come."""
+        """Wait a moment. The leading rank waits for its search, if one is under way.
+
+        Otherwise a rank waits for the quorum, or sleeps if the quorum is there.
+        """
         with self._rounds.waiting():
             if self._group.leads and self._search.wait(_POLL_SECONDS):
                 return
@@ -284,9 +292,10 @@ class Heal:
     # ASKING
 
     def _meet(self) -> bool:
-        """Meet the others for the first time; returns whether they wait, because they make an exchange again.
+        """Wait for the first quorum; return True if the others repeat a broken exchange and wait.
 
-        They wait if this group fetches the state that they have. A group that is not in this quorum may have given it.
+        A later state in the quorum makes the fetched state outdated. An earlier one does not: the donor may be outside
+        of this quorum.
         """
         quorum = self._rounds.meet()
         self._least_step = max(self._group.gather(quorum.max_step))
@@ -301,10 +310,10 @@ class Heal:
     def _may_ask(self) -> bool:
         """True if the holders show their digests in the next round, so that it confirms the bytes fetched until then.
 
-        They do if this group is new to them, or if its last row asked for the state.
+        The holders show digests if this group is new to them, or if its last row asked for the state.
         """
         if self._strategy.is_long:
-            return False  # asked is before there is a quorum
+            return False  # in such rounds a group asks before the quorum (`_prepare_until_quorum`)
         last = self._rounds.last
         if last is None:
             quorum = self._rounds.meet()
@@ -333,7 +342,7 @@ class Heal:
         step, lineage, digest, duration, elapsed = (self._group.gather(fact)[0] for fact in facts)
         own = (0,) * number if found is None else found.slots
         slots = tuple(self._group.gather(slot)[0] for slot in own)
-        # Its holders may be gone before they show it in a round: then it is lost, and not to be begun anew silently.
+        # Remember the offered step. If its holders die before a round shows it, the job must not silently start over.
         self._position.hear(step)
         return Offer(slots, step, lineage, digest, duration, elapsed)
 
@@ -406,8 +415,8 @@ class Heal:
             self._give_up(VoidError("the donor's state is not the one that the others went on from"))
 
     def _follow_donors(self) -> None:
-        """Name a donor that still gives, if the named one does not: a later joiner leaves the named one alone."""
-        # Each rank loses donors by itself. A donor that one rank has lost would be named again and again by the others.
+        """Name a donor that still serves all ranks, if the named one does not. Later joiners avoid the named donor."""
+        # Each rank loses donors on its own. No rank may name a donor that another rank has lost.
         lost = self._group.union(set(self._lost))
         donors = self._healing.donors
         giving = [slot for slot in donors if slot not in lost]
@@ -464,9 +473,9 @@ class Heal:
         return not self._healing.is_loaded or self._healing.num_remaining > 0
 
     def _replay_until(self, until: float) -> None:
-        """Load the state, then replay until the time `until`, for the others must not wait for more.
+        """Load the state, then replay until `until`, so that the others do not wait.
 
-        Two updates at least: the others make one meanwhile.
+        Replay at least two updates: the others make one meanwhile.
         """
         if not (self._healing.is_loaded or self._load()):
             return
@@ -484,7 +493,8 @@ class Heal:
                 break
             self._replay()
         if self._healing.others_wait and self._healing.num_remaining <= 1:
-            self._go(self._healing.let_others_go_on())  # the next round makes the update that they hold back
+            # At most one update is left: ask for the one that the others hold back. The next round makes it.
+            self._go(self._healing.let_others_go_on())
 
     def _load(self) -> bool:
         """Make the fetched state this rank's; False if its bytes are not the ones that the holders agreed on."""
@@ -496,7 +506,8 @@ class Heal:
         self._rounds.take_digest()
         if self._healing.digest in (0, self._position.digest):
             return True
-        # As a claim to the job's state the bytes would be found out at once, and healed again without end.
+        # Wrong bytes must not claim the job's state: the next round would reject them, and the group would heal without
+        # end.
         self._position.disown()
         self._give_up(VoidError("the state that came is not the one whose digest the holders agreed on"))
         return False
@@ -556,7 +567,8 @@ class Heal:
                 raise Leaving
             case _ if isinstance(outcome, Round):
                 self._note_round(outcome)
-        # If the next round is an update, this group must queue it: a group that is ready would train a step first.
+        # The next round may be the held-back update, which this group must queue. A group that is READY now would train
+        # a step before it.
         if not (isinstance(outcome, Round) and gives_next(outcome, self._config)):
             self._conclude()
 
@@ -564,7 +576,7 @@ class Heal:
         """Compare the fetched state with what the holders have shown in a round."""
         verdict = made.verdict
         if not verdict.holders:
-            return  # if all of them die, the fetched state is still the latest one that is left
+            return  # No holder to compare with. If all are dead, the fetched state is the latest one left.
         digest = verdict.digest if verdict.verified else 0
         try:
             self._go(self._healing.hold_against(verdict.step, made.lineage, digest, self._position.digest))
@@ -603,7 +615,7 @@ class Heal:
         self._drop_attempt()
         position.roll_back()
         self._healing = self._healing.roll_back()
-        # Nobody reads for another group until all have met again: what is missing is dealt out in the round.
+        # Without readers, each group reads only its own slot. The next round deals out the other slots (`TakeOver`).
         self._ledger.readers = ()
 
 
@@ -627,13 +639,14 @@ class _Pace:
     def note_offer(self, offer: Offer) -> None:
         """Take in how long a donor's last step took, and when its step began.
 
-        A lone group admits a joiner in the midst of a step. From the joiner's quorum on the step would seem longer.
+        A lone group admits a joiner in the midst of a step. Timed from the joiner's quorum, that step would seem to
+        begin later, and the joiner would load too late.
         """
         self.note_update(offer.milliseconds / 1000)
         self._began = time.monotonic() - offer.elapsed_milliseconds / 1000
 
     def find_latest(self, load_seconds: float) -> float:
-        """Return until when this rank may begin to load or replay in the others' step without holding them up.
+        """Return the latest time to begin a load or a replay without delaying the others' step.
 
         Half of the step, or the step minus four times the last load (load and digest, with margin), whichever is later.
         """
@@ -643,7 +656,10 @@ class _Pace:
         return self._began + max(half, self.update_seconds - _LOAD_TIMES_IN_RESERVE * load_seconds)
 
     def note_lateness(self, until: float) -> int:
-        """Return 0 before `until`; after it 1, and 1 more for each slow round in a row."""
+        """Return 0 in time; 1 if late, plus 1 for each slow round in a row.
+
+        In a slow round a replay takes longer than an update.
+        """
         if time.monotonic() < until:
             self._slow_rounds = 0
             return 0

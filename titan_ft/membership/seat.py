@@ -1,12 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One replica group's connection to the lighthouse, its seat: torchft's server on rank 0, which all ranks ask through.
+"""One replica group's seat: its connection to the lighthouse.
 
-The server heartbeats under the group's name. The ranks agree over the group's store when to ask for a quorum, and rank
-0 asks: torchft's server could gather the requests of all ranks as well, but forgets its answers. A rank whose
-connection to it broke would have to ask again, alone, and get the quorum after that of its siblings. A group takes
-another name by opening another seat: rank 0 opens it, then all ranks take it. When the lighthouse moves, rank 0 opens
-the same seat there (`follow.py`): the name stays, and the other ranks need not know.
+Rank 0 runs torchft's manager server, which heartbeats under the group's name, and rank 0 alone asks it for quorums. The
+other ranks get the reply over the group's store (`Agreement`). They do not ask the server, because the server forgets
+its answers. A rank that lost its connection would ask again, and get a later quorum than its siblings.
+
+For a new name, rank 0 opens another seat, and then all ranks take it. When the lighthouse moves, rank 0 opens a seat
+there under the same name (`follow.py`). The other ranks do nothing for a move.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ from titan_ft.transfer.reach import address_key
 
 logger = logging.getLogger(__name__)
 
-# A client of torchft's that is garbage by then is not collected in a forked child, a data loader's worker for instance:
-# it would wait there for its threads, which the child does not have.
+# A forked child, such as a data loader's worker, must not collect a dead torchft client. The client's destructor would
+# wait for threads that the child lacks.
 os.register_at_fork(after_in_child=gc.freeze)
 
-# A request whose time is over is forgotten by who made it and not by the lighthouse: its answer would be taken for that
-# of the next one. So requests last.
+# The lighthouse answers a request even after its client timed out, and the next request would get that answer. So
+# requests last.
 _REQUEST = timedelta(days=30)
-# torchft's server repeats a request that a restarted lighthouse lost; it pauses for the request's time / the number of
-# retries, or 0.1 s.
+# torchft's server repeats a request that a restarted lighthouse lost. Its pause before is timeout / retries, and at
+# least 0.1 s. With this many retries it is 0.1 s.
 _LIGHTHOUSE_RETRIES = 10**8
 _LEFT = "this group has left the job"
 CONNECT_SECONDS = 10.0
-"""To open a connection inside a job. Long, because a process that is just being started may yet have to listen; an
-address that nobody will ever listen at costs a start that fails no more than this."""
+"""Limit for opening a connection inside a job. It is long because a starting process may not listen yet. A wrong
+address delays a failing start by no more than this."""
 PROBE_SECONDS = 60.0
-"""Without a quorum, after which a group looks whether the lighthouse answers. A wait for other groups may take as long
-as their step, so the time only bounds how late a dead lighthouse is noticed, and how often a long wait is logged."""
-_BEATS_IN_TIMEOUT = 10  # so that the lighthouse evicts nobody for a few heartbeats that come late
+"""After this time without a quorum, the group checks whether the lighthouse answers. The limit decides only how late a
+dead lighthouse is noticed, and how often a long wait is logged."""
+_BEATS_IN_TIMEOUT = 10  # a few late heartbeats must not evict a group
 
 
 def beat_interval(config: FaultTolerance) -> timedelta:
@@ -68,13 +69,13 @@ def beat_interval(config: FaultTolerance) -> timedelta:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the lighthouse says of a quorum.
+    """The lighthouse's reply to a request for a quorum.
 
     Attributes:
         replica_ids: names of its members.
-        max_step: largest number of committed updates that one of them has told.
-        moved: whether another lighthouse says it than said the last one.
-        seconds: duration of the request.
+        max_step: largest number of committed updates that a member has reported.
+        moved: the seat has moved to another lighthouse since the last reply.
+        seconds: duration of the request. Requests with an outdated answer are not included.
     """
 
     quorum_id: int
@@ -89,19 +90,22 @@ def _never(names: Sequence[str]) -> bool:
 
 
 class _MovedError(Exception):
-    """The seat was moved to another lighthouse; what was asked at the former one is not answered any more."""
+    """The seat has moved: the request at the former lighthouse gets no answer."""
 
 
 class Seat:
-    """One rank's part in its group's seat. `enter` comes first.
+    """One rank's side of its group's seat. Call `enter` first.
+
+    The quorum thread calls `request`, `reopen`, `take` and `leave`. The follower's thread or the quorum thread calls
+    `_move`. Any thread may call `close`. Server, client and follower exist on rank 0 only.
 
     Args:
         lighthouse: its address.
         store: the group's.
         agreement: that of the group's ranks.
         address: host:port of this rank's state server.
-        on_move: called on rank 0 with the url of the lighthouse that the seat was at, and of the one that it is at now,
-            and with Slurm's id of the latter's job.
+        on_move: called on rank 0 after a move, with the former url, the new url and the Slurm job id of the new
+            lighthouse.
 
     Attributes:
         member: the name that the group has at the lighthouse.
@@ -127,7 +131,8 @@ class Seat:
         self._server: Any = None
         self._names: Sequence[str] = ()  # of the last reply
         self._lock = threading.Lock()
-        self._opening = threading.RLock()  # the quorum's thread takes other names, the follower's moves
+        # The quorum thread opens seats under new names while the follower's thread may move the seat.
+        self._opening = threading.RLock()
         self._opened_as: Member | None = None
         self._asked = Future[Any]()  # the request under way
         self._follower: Follower | None = None
@@ -137,7 +142,8 @@ class Seat:
     def enter(self, name: Callable[[], Member]) -> None:
         """Open the group's first seat, under the name that rank 0 gives it, and take it. A collective.
 
-        From then on the other groups wait for this one, which can ask for a quorum only when all of its ranks are here.
+        As soon as the seat is open, the other groups wait for this one. Its requests need all of its ranks, so all must
+        be here.
 
         Raises:
             LighthouseError: the lighthouse does not answer.
@@ -161,13 +167,17 @@ class Seat:
             return opened
 
     def _move(self, place: Place) -> bool:
-        """Open the group's seat at another lighthouse, under the same name; says whether that one answers."""
+        """Open the group's seat under the same name at another lighthouse; return whether that lighthouse answers.
+
+        The follower calls this on its own thread, or on the quorum thread from `_counts`.
+        """
         with self._opening:
             if self.closed or self._opened_as is None:
                 return False
             former = str(self._lighthouse)
             try:
-                if self._server is not None:  # else the group is outside, and opens its next seat there
+                # Without a server the group is outside: it opens its next seat at the new place.
+                if self._server is not None:
                     self._open_at(place.url, self._opened_as)
             except LighthouseError as error:
                 logger.warning("no seat at the lighthouse's new place yet: %s", error)
@@ -200,7 +210,7 @@ class Seat:
                 hostname="127.0.0.1",
                 bind="127.0.0.1:0",  # only this process asks it
                 store_addr=member.store,
-                world_size=1,  # who asks it, and not the number of ranks
+                world_size=1,  # one client: rank 0 asks for the whole group
                 heartbeat_interval=beat_interval(config),
                 connect_timeout=connect_timeout,
                 quorum_retries=_LIGHTHOUSE_RETRIES,
@@ -213,7 +223,7 @@ class Seat:
         return member.replica_id
 
     def reopen(self, member: Member) -> str:
-        """Open a seat under another name; returns nothing if the lighthouse is away, then the group tries again."""
+        """Open a seat under another name; return "" if the lighthouse does not answer, and the caller tries again."""
         try:
             return self.open(member)
         except LighthouseError as error:
@@ -238,12 +248,14 @@ class Seat:
         self.leave()
 
     def request(self, step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool] = _never) -> Reply:
-        """Ask until there is a quorum, when all ranks of the group do; gives up only without the lighthouse.
+        """Ask for a quorum until there is one. The wait ends early only if the lighthouse is gone or the group leaves.
 
         A collective: all ranks get the same answer, or the same error.
 
         Args:
-            is_outdated: says of the names in a quorum whether to ask for another one; may wait. Called on rank 0.
+            step: committed updates of this group.
+            failures: sent as `commit_failures`. Above 0, the quorum gets a new id.
+            is_outdated: gets the names in the quorum, on rank 0, and may block. True: ask again.
 
         Raises:
             LighthouseError: the lighthouse did not answer for `PROBE_SECONDS`, or this group has left.
@@ -273,6 +285,10 @@ class Seat:
         return json.dumps([reply.quorum_id, reply.max_step, names, seconds, moved])
 
     def _ask_until_answered(self, step: int, failures: int) -> Any:
+        """Repeat the request until the announced lighthouse answers; on rank 0.
+
+        After each `PROBE_SECONDS` without an answer, probe the lighthouse and log the wait.
+        """
         timeout = PROBE_SECONDS
         asked = tell = time.monotonic()
         deadline = asked + timeout
@@ -302,19 +318,20 @@ class Seat:
         raise LighthouseError(_LEFT)
 
     def _counts(self, reply: Any) -> bool:
-        """Say whether a reply is that of the announced lighthouse.
+        """True if the reply may count: the announced lighthouse gave it, or its members are unchanged.
 
-        Of two, one of which was only slow and does not know of the other yet, each could give some of the groups a
-        quorum without the rest. Only members that change can come from that.
+        A superseded lighthouse that was only slow still answers. It and its successor could each give a quorum to some
+        of the groups. Such a quorum always has other members than the last one, so an unchanged reply needs no check.
         """
         if self._follower is None or not self._lighthouse.is_file or list(reply.replica_ids) == list(self._names):
             return True
         return self._follower.check()
 
     def _give_up(self, seconds: float, error: BaseException) -> None:
-        """Raise because the lighthouse does not answer; not where a file will tell where its successor is.
+        """Raise because the lighthouse does not answer; only log it if a file will name the successor.
 
-        Groups that end take the state with them. Slurm may take minutes until it has started another lighthouse.
+        With a file the group waits: a group that ends takes its state with it. Slurm may need minutes to start another
+        lighthouse.
         """
         lost = self._unreachable(seconds, error)
         if not self._lighthouse.is_file:
@@ -323,7 +340,7 @@ class Seat:
 
     def _ask(self, step: int, failures: int) -> Future[Any]:
         """Ask for a quorum once; the group's server answers when it is there."""
-        with self._opening:  # the request of a seat that is moved is ended
+        with self._opening:  # a request either uses the new client, or `_move` ends it
             ask = partial(
                 self._client._quorum,
                 group_rank=0,
@@ -340,22 +357,25 @@ class Seat:
     def _replace_server(self, successor: Any) -> None:
         """Stop the heartbeats of this rank's server; `successor` is the server from now on."""
         with self._lock:
-            left, self._server = [self._server], successor
-            if self.closed:  # meanwhile: nothing heartbeats any more
-                left, self._server = [*left, successor], None
-        for server in left:
+            stopped = [self._server]
+            self._server = successor
+            if self.closed:
+                # Closed meanwhile: stop the new server too, so that no heartbeat remains.
+                stopped.append(successor)
+                self._server = None
+        for server in stopped:
             if server is not None:
                 server.shutdown()
 
     def _probe_lighthouse(self, timeout: float, error: Exception) -> None:
-        """Raise if nobody listens at the lighthouse's address; else it only waits for other groups."""
+        """Raise if nothing listens at the lighthouse's address. If one listens, it only waits for other groups."""
         try:
             socket.create_connection(split_address(str(self._lighthouse)), CONNECT_SECONDS).close()
         except OSError as refused:
             self._give_up(timeout, refused)
 
     def _tell_waiting(self, step: int, seconds: float, now: float) -> float:
-        """Say that other groups are waited for, since so many seconds; returns when to say so again."""
+        """Log the wait for other groups; return the time of the next such line."""
         if not strategy_of(self._config).is_long:
             logger.warning("no quorum after step %d for %.3g s: waiting for other groups", step, seconds)
             return now
@@ -369,7 +389,7 @@ class Seat:
         return now + seconds
 
     def _unreachable(self, seconds: float, error: BaseException, url: str = "") -> LighthouseError:
-        # Three hundred characters of Rust, which say no more than the line; they are in the log.
+        # torchft's own text is long and adds nothing, so it goes to the log only.
         logger.warning("the lighthouse did not answer: %s", error)
         return LighthouseError(
             f"the lighthouse at {url or self._lighthouse} did not answer within {seconds:g} s; "
