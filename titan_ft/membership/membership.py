@@ -438,7 +438,7 @@ class Membership:
         }
 
     def _find_members(self, step: int, failures: int) -> tuple[Reply, Admission, float]:
-        """Ask for a quorum and pick this group's own kind out of the reply; and return when the group asked.
+        """Ask for a quorum; return the reply, the members of this group's job in it, and when the group asked first.
 
         A lighthouse that was started again may not know all groups yet: a quorum then lacks groups that are alive. So
         ask again, as often on each rank of the group, before they count as gone.
@@ -483,12 +483,18 @@ class Membership:
 
         The wait ends early enough for the connections to a joiner: the group would wait for these after its step.
         """
-        if names != self._former[1] or {m.slot for m in members_of_job(self.member, names)} != {self.member.slot}:
+        slots = {member.slot for member in members_of_job(self.member, names)}
+        if slots != {self.member.slot}:
+            return False
+        # The process group of a new quorum is yet to be made. That must not wait until the step is over.
+        if names != self._former[1]:
             return False
         beat = self._config.heartbeat_timeout_ms / 1000
         pause_seconds = max(_LOOK_TIMEOUTS * beat, _LOOK_SHARE * self._computing_seconds)
         latest = self._asked_at + self._computing_seconds - _CONNECTING_TIMES_IN_RESERVE * self._connecting_seconds
-        while time.monotonic() < latest and not self._needed.wait(pause_seconds) and not self._leave_requested():
+        while time.monotonic() < latest and not self._needed.wait(pause_seconds):
+            if self._leave_requested():
+                return False  # a joiner's set-up would take of the time that this group has to leave
             status = self._page.read(beat)
             if status is None:
                 return False  # each further look could keep the group waiting for its timeout

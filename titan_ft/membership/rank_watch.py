@@ -8,8 +8,8 @@ looks whether they do.
 
 The beats are torchft's own, sent by threads that need no Python: a thread of ours would be silent while a long call
 keeps the GIL, and a healthy group would end. Rank 0 runs a lighthouse for its group only, and each rank a server that
-does nothing but heartbeat there. A beat costs 0.3 ms of a core, at both ends together; so a rank sends no more of them
-than it takes to find a silent one.
+does nothing but heartbeat there. A beat costs both ends together 0.3 ms of a core. So a rank sends only as many beats
+as rank 0 needs to find a silent rank.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _MAX_BEATS = 400.0  # a second, of all ranks together: in large groups each of t
 _MISSED_BEATS = 5  # after which a rank counts as silent
 _LOOKS = 4  # of rank 0 in that time
 _LATE = 1 / 3
-"""Share of that time. A look that comes later shows that rank 0 did not run.
+"""Share of that time. A look that is later than this shows that rank 0 did not run.
 
-A group that was frozen for less is not noticed to have been: the age of a beat is then at most this, the time between
-two looks and that between two beats, together less than the time after which a rank counts as silent."""
+A shorter freeze of the whole group goes unnoticed, and no healthy rank may count as silent after it. The oldest beat
+is then as old as this delay, the time between two looks and the time between two beats: 1/3 + 1/4 + 1/5 of the time
+after which a rank counts as silent."""
 
 
 class RankWatch:

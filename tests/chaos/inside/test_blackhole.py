@@ -10,7 +10,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,3 +291,17 @@ def test_a_descriptor_that_was_given_away_is_left_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert not blackhole._set_option(listener.fileno(), 1, 26, blackhole._drop_program(1.0))
         assert filter_length(listener) == 0
+
+
+def test_sockets_in_time_wait_are_passed_over() -> None:
+    """They belong to no process. With thousands of them a look would take longer than many a fault."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as closed_first:
+            ours = closed_first.getsockname()[1]
+            accepted, _ = server.accept()
+        accepted.close()
+        port = f":{ours:04X} "
+        deadline = time.monotonic() + DEADLINE
+        while not any(port in line and " 06 " in line for line in Path("/proc/net/tcp").read_text().splitlines()):
+            assert time.monotonic() < deadline, "no socket is in TIME_WAIT"
+        assert ours not in {connection.local[1] for connection in blackhole.connections_here()}

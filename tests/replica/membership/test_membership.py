@@ -7,7 +7,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -90,6 +90,20 @@ def test_asking_returns_at_once(seats: Any, start_lighthouse: Callable[..., str]
     assert not one._pending.done()
     seats.meet(one, two)
     assert one.asked, "a quorum is used up by the vote, not by looking at it"
+
+
+@pytest.mark.parametrize("asks_again", [False, True])
+def test_a_move_belongs_to_the_reply_after_it(seats: Any, asks_again: bool) -> None:
+    """The seat may move while its group looks for a joiner. The reply that is there is the former lighthouse's."""
+    seat = seats.take(0)._seat
+    repeats = [asks_again, False]
+
+    def move(names: Sequence[str]) -> bool:
+        seat._moved = len(repeats) == 2
+        return repeats.pop(0)
+
+    assert seat.request(0, 0, move).moved is asks_again
+    assert seat.request(0, 0).moved is not asks_again
 
 
 def compute_alone(seats: Any, step_seconds: float) -> list[Membership]:
