@@ -37,7 +37,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.gradients.exchange import GradientExchange
 from titan_ft.membership.process_group import build_process_group
 from titan_ft.protocol.member import Member, Quorum
-from titan_ft.run.process import borrowed_socket, own_sockets
+from titan_ft.system.process import borrowed_socket, own_sockets
 
 NUMS_MEMBERS = (2, 4)
 CASES = ((UNTHROTTLED, 8), (1000.0, 8), (100.0, 2))

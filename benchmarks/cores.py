@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.run import BenchError, Run
 from titan_ft.run.events import Event
-from titan_ft.run.process import read_status
 from titan_ft.run.workers import latest_workers
+from titan_ft.system.process import read_status
 
 
 def split_cores(cores: Collection[int], num_groups: int) -> list[set[int]]:

@@ -27,7 +27,7 @@ from benchmarks.run import SURVIVOR, BenchError, Run, progress
 from benchmarks.systems import NUM_GROUPS, OURS, Job
 from titan_ft.chaos.inside.blackhole import connected_to, connections_here
 from titan_ft.run.events import StepCommitted
-from titan_ft.run.process import sockets_of
+from titan_ft.system.process import sockets_of
 
 RATES_MBPS = (1000.0, 100.0, 10.0)
 UNTHROTTLED = 0.0

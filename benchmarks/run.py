@@ -23,9 +23,9 @@ from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import Event, FaultInjected, Target
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
-from titan_ft.run.process import is_running_worker
 from titan_ft.run.tail import EventTail, last_error_line
 from titan_ft.run.workers import latest_workers
+from titan_ft.system.process import is_running_worker
 
 T = TypeVar("T")
 POLL_SECONDS = 0.2

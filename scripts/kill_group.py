@@ -18,8 +18,8 @@ from pathlib import Path
 
 from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target
 from titan_ft.run.log import EventLog, read_events
-from titan_ft.run.process import is_running_worker
 from titan_ft.run.workers import latest_workers
+from titan_ft.system.process import is_running_worker
 
 POLL_SECONDS = 0.1
 

@@ -20,7 +20,7 @@ from benchmarks.run import BenchError
 from tests.benchmarks.histories import commit
 from titan_ft.config import load_toml
 from titan_ft.run.events import StepCommitted
-from titan_ft.run.process import own_sockets
+from titan_ft.system.process import own_sockets
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_getfd and SO_MAX_PACING_RATE")
 MAX_PACING_RATE = slice(112, 120)  # of struct tcp_info

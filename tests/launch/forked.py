@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titan_ft.run.process import read_command
+from titan_ft.system.process import read_command
 
 
 def children(pid: int) -> list[int]:

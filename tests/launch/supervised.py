@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_ft.launch.group.agent import Agent, GroupSpec
 from titan_ft.launch.group.worker_group import PlainStarter
-from titan_ft.run.stop import StopRequests
+from titan_ft.system.stop import StopRequests
 
 
 class Supervised:

@@ -19,7 +19,7 @@ from titan_ft.launch.group.follower import Follower
 from titan_ft.launch.group.hosts import Hosts
 from titan_ft.launch.group.line import Start
 from titan_ft.launch.group.worker_group import MeetingPoint, PlainStarter, Share, WorkerGroup
-from titan_ft.run.stop import StopRequests
+from titan_ft.system.stop import StopRequests
 
 
 class NoWorkers:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_ft.run.threads import call_aside, call_for_each
+from titan_ft.system.threads import call_aside, call_for_each
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("protocol", "transfer", "membership", "gradients", "engine")
@@ -25,7 +25,7 @@ DEADLINE = 10.0  # seconds; only ever reached by a bug
 def places_that_start_threads() -> Counter[str]:
     """Return how many places start a thread in each file of the engine."""
     package = ROOT / "titan_ft"
-    files = [*(path for room in ROOMS for path in (package / room).glob("*.py")), package / "run/threads.py"]
+    files = [*(path for room in ROOMS for path in (package / room).glob("*.py")), package / "system/threads.py"]
     return Counter(
         str(path.relative_to(package))
         for path in files

@@ -45,6 +45,7 @@ PACKAGES = (
     "titan_ft.gradients",
     "titan_ft.engine",
     "titan_ft.run",
+    "titan_ft.system",
     "titan_ft.training.checkpoint.choice",
     "titan_ft.training.checkpoint.folder",
 )

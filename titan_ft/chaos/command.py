@@ -20,8 +20,8 @@ from titan_ft.options import Chaos
 from titan_ft.run.appender import retry_waiting
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
-from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail
+from titan_ft.system.stop import StopRequests
 
 TICK_SECONDS = 0.1
 

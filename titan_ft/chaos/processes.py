@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_ft.run.process import is_running_worker
+from titan_ft.system.process import is_running_worker
 
 SLURM_SECONDS = 30.0
 """Time for one command of Slurm's."""

@@ -30,9 +30,9 @@ from titan_ft.launch.shared_settings import table_overrides
 from titan_ft.live.group_metrics import PORT_ENV
 from titan_ft.live.metrics import split_address as split_metrics_address
 from titan_ft.options import Group
-from titan_ft.run.address import ALL_HOSTS, split_address
 from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
+from titan_ft.system.address import ALL_HOSTS, split_address
 
 TOKEN_ENV = "TITAN_FT_TOKEN"
 AGENT = "titan_ft.launch.group.agent"

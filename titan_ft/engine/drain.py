@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from titan_ft.engine.watchdog import end_process
 from titan_ft.membership.group_store import set_for_all
 from titan_ft.run.events import NOT_BEGUN
-from titan_ft.run.process import Process
+from titan_ft.system.process import Process
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time

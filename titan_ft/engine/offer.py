@@ -18,7 +18,7 @@ from functools import partial
 
 from titan_ft.protocol.errors import RefusedError, first_line
 from titan_ft.protocol.healing import NO_OFFER, Offer, choose_offer, rotate
-from titan_ft.run.threads import call_aside, call_for_each
+from titan_ft.system.threads import call_aside, call_for_each
 from titan_ft.transfer.reach import Peer, look_up
 from titan_ft.transfer.state_fetch import ask_offer
 

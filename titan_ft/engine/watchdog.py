@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from titan_ft.protocol.errors import first_line
 from titan_ft.run.marks import mark_end_in_order
-from titan_ft.run.threads import call_aside
+from titan_ft.system.threads import call_aside
 
 _STDERR = 2  # the descriptor: sys.stderr may be replaced, or locked by the thread that hangs
 _TICKS = 20  # per timeout

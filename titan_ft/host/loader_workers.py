@@ -18,7 +18,7 @@ from typing import Any
 
 from torchdata.stateful_dataloader import worker
 
-from titan_ft.run.process import borrowed_socket, own_sockets
+from titan_ft.system.process import borrowed_socket, own_sockets
 
 
 def prepare_workers(loader: Any) -> None:

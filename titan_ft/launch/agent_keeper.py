@@ -29,8 +29,8 @@ from titan_ft.launch.restart_policy import (
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import AgentEnded, Event, ReplicaGaveUp, WorkerStarted
 from titan_ft.run.paths import RunPaths
-from titan_ft.run.process import is_running_worker, read_status
 from titan_ft.run.tail import last_exception
+from titan_ft.system.process import is_running_worker, read_status
 
 MAX_WAIT_FOR_WORKERS_SECONDS = 10.0
 """After the death of an agent, the next agent starts at the latest after this time.

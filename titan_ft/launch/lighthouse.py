@@ -19,7 +19,11 @@ from typing import Any
 from titan_ft.config import ConfigError
 from titan_ft.launch.succession import Succession
 from titan_ft.options import Lighthouse, LighthouseSettings
-from titan_ft.run.address import (
+from titan_ft.run.appender import DISK_ERRNOS, retry_waiting
+from titan_ft.run.lighthouse import Announcement
+from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
+from titan_ft.run.output import protected_native_output
+from titan_ft.system.address import (
     bracketed,
     find_own_address,
     is_unspecified,
@@ -27,11 +31,7 @@ from titan_ft.run.address import (
     split_address,
     usable_bind,
 )
-from titan_ft.run.appender import DISK_ERRNOS, retry_waiting
-from titan_ft.run.lighthouse import Announcement
-from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
-from titan_ft.run.output import protected_native_output
-from titan_ft.run.stop import StopRequests
+from titan_ft.system.stop import StopRequests
 
 ANNOUNCEMENT = "lighthouse listening at "
 _QUORUM_TICK_MS = 20

@@ -42,8 +42,8 @@ from titan_ft.run.events import (
     WorkerExited,
 )
 from titan_ft.run.log import EventLog
-from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail, last_error_line
+from titan_ft.system.stop import StopRequests
 
 if TYPE_CHECKING:
     from titan_ft.chaos.plan import Plan

@@ -17,8 +17,8 @@ from titan_ft.live.run_status import RunStatus
 from titan_ft.run.appender import FINISH_SECONDS, retry_waiting
 from titan_ft.run.curve_file import FILE_PREFIX
 from titan_ft.run.paths import RunPaths
-from titan_ft.run.stop import StopRequests
-from titan_ft.run.whole_file import write_whole
+from titan_ft.system.stop import StopRequests
+from titan_ft.system.whole_file import write_whole
 
 POLL_SECONDS = 1.0
 _LEAST_BYTES = 8192  # of room, or the command is refused: a few points

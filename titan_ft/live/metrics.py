@@ -15,8 +15,8 @@ from titan_ft.config import ConfigError
 from titan_ft.history.fold.run import RunFold
 from titan_ft.live import status
 from titan_ft.live.status import Groups
-from titan_ft.run import address
 from titan_ft.run import events as ev
+from titan_ft.system import address
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

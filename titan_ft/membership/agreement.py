@@ -19,7 +19,7 @@ from typing import TypeVar
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft.protocol.errors import LighthouseError, first_line
-from titan_ft.run.threads import call_aside
+from titan_ft.system.threads import call_aside
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from titan_ft.run.address import split_address
 from titan_ft.run.lighthouse import LighthouseAddress, Place
+from titan_ft.system.address import split_address
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import contextlib
 import socket
 from typing import TYPE_CHECKING
 
-from titan_ft.run.process import borrowed_socket, own_sockets
+from titan_ft.system.process import borrowed_socket, own_sockets
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time

@@ -51,11 +51,11 @@ from titan_ft.membership.rendezvous import Rendezvous
 from titan_ft.membership.seat import CONNECT_SECONDS, Reply, Seat
 from titan_ft.protocol.member import Admission, Member, Quorum, admit, members_of_job
 from titan_ft.protocol.strategy import strategy_of
-from titan_ft.run.address import join_address
 from titan_ft.run.events import ForeignMember, Joined, LeftOut, LighthouseMoved, PeerSilent
 from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
-from titan_ft.run.threads import call_for_each
+from titan_ft.system.address import join_address
+from titan_ft.system.threads import call_for_each
 from titan_ft.transfer.reach import Peer, Probe, look_up
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from titan_ft.protocol.member import Admission, Member, known_members
 from titan_ft.run.events import LinkBack, LinkDead, Outside
 from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
-from titan_ft.run.threads import call_aside
+from titan_ft.system.threads import call_aside
 from titan_ft.transfer.reach import Peer
 
 logger = logging.getLogger(__name__)

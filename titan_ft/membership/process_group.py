@@ -43,8 +43,8 @@ from torchft.process_group import (
 
 from titan_ft import device
 from titan_ft.membership.collectives import all_reduce
-from titan_ft.run.process import borrowed_socket, own_sockets
-from titan_ft.run.threads import call_aside
+from titan_ft.system.process import borrowed_socket, own_sockets
+from titan_ft.system.threads import call_aside
 from titan_ft.transfer.reach import within
 
 logger = logging.getLogger(__name__)

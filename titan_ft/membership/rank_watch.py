@@ -27,7 +27,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.membership.pulse import SILENT_BEATS, StatusPage
 from titan_ft.membership.seat import CONNECT_SECONDS
 from titan_ft.protocol.errors import LighthouseError
-from titan_ft.run.address import bracketed, join_address, split_address
+from titan_ft.system.address import bracketed, join_address, split_address
 
 _MAX_BEATS = 400.0  # a second, of all ranks together: in large groups each of them beats more seldom
 _MISSED_BEATS = 5  # after which a rank counts as silent

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from titan_ft.protocol.errors import first_line
 from titan_ft.protocol.member import Member
-from titan_ft.run.address import split_address
+from titan_ft.system.address import split_address
 from titan_ft.transfer.reach import check_listens, within
 
 logger = logging.getLogger(__name__)

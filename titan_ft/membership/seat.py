@@ -35,9 +35,9 @@ from titan_ft.membership.follow import Follower
 from titan_ft.protocol.errors import LighthouseError
 from titan_ft.protocol.member import Member
 from titan_ft.protocol.strategy import strategy_of
-from titan_ft.run.address import split_address
 from titan_ft.run.lighthouse import LighthouseAddress, Place
-from titan_ft.run.threads import call_aside
+from titan_ft.system.address import split_address
+from titan_ft.system.threads import call_aside
 from titan_ft.transfer.reach import address_key
 
 logger = logging.getLogger(__name__)

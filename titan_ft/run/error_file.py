@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ft.run.appender import DISK_ERRNOS
-from titan_ft.run.whole_file import write_whole
+from titan_ft.system.whole_file import write_whole
 
 FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 _CLAIMED_ENV = "TITAN_FT_ERROR_FILE"

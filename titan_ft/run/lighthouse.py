@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from titan_ft.run.address import split_address
+from titan_ft.system.address import split_address
 
 FILE_PREFIX = "file:"
 _POLL_SECONDS = 0.2

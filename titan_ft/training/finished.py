@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from titan_ft.run.marks import leave_mark, read_mark
-from titan_ft.run.whole_file import write_whole
+from titan_ft.system.whole_file import write_whole
 
 
 def mark_finished(path: Path, config_digest: str, step: int) -> None:

@@ -32,11 +32,11 @@ from titan_ft.protocol.row import fold48
 from titan_ft.protocol.shape import describe_shape
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.round_settings import quantizes
-from titan_ft.run.address import find_source_address, join_address, split_address
 from titan_ft.run.error_file import write_error
 from titan_ft.run.events import RankSilent, StateServed
 from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
+from titan_ft.system.address import find_source_address, join_address, split_address
 from titan_ft.training import spec
 from titan_ft.training.worker import Launch
 from titan_ft.transfer.reach import Probe

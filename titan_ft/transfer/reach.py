@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft.protocol.errors import RefusedError, first_line
-from titan_ft.run.address import split_address
-from titan_ft.run.threads import call_aside, call_for_each
+from titan_ft.system.address import split_address
+from titan_ft.system.threads import call_aside, call_for_each
 from titan_ft.transfer.wire import Message, prove, read_line, write_line
 
 CONNECT_SECONDS = 1.5  # TCP sends a lost first packet again after one second

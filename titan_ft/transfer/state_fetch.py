@@ -24,7 +24,7 @@ import torch
 
 from titan_ft import device
 from titan_ft.protocol.errors import RefusedError
-from titan_ft.run.address import split_address
+from titan_ft.system.address import split_address
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.wire import Message, Size, TransferError, octets, prove, read_line, write_line
 

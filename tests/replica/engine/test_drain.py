@@ -21,7 +21,7 @@ import pytest
 from titan_ft.engine import drain
 from titan_ft.engine.drain import TERMINATED, Drain
 from titan_ft.run.marks import remove_training_mark
-from titan_ft.run.process import Process
+from titan_ft.system.process import Process
 
 DEADLINE = 60.0  # seconds; only ever reached by a bug
 NEVER = 3600.0  # seconds

@@ -31,7 +31,7 @@ from titan_ft.gradients.sums import Sums
 from titan_ft.membership.process_group import BreakableGloo, build_process_group
 from titan_ft.protocol.errors import LighthouseError
 from titan_ft.protocol.member import Member, Quorum
-from titan_ft.run.process import borrowed_socket
+from titan_ft.system.process import borrowed_socket
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 CPU = torch.device("cpu")

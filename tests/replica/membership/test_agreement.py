@@ -20,7 +20,7 @@ from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-de
 from tests.replica.conftest import DEADLINE, Seats, wait_until
 from titan_ft.membership.agreement import Agreement
 from titan_ft.protocol.errors import LighthouseError
-from titan_ft.run.process import borrowed_socket, own_sockets
+from titan_ft.system.process import borrowed_socket, own_sockets
 
 
 class Relay:

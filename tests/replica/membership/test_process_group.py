@@ -28,7 +28,7 @@ from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]  
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from titan_ft.membership.process_group import BreakableGloo, _Operation
-from titan_ft.run.process import borrowed_socket, own_sockets
+from titan_ft.system.process import borrowed_socket, own_sockets
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 TIMEOUT = timedelta(seconds=90)  # of the process groups: well above the deadline

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_ft.run.process import borrowed_socket, own_sockets, sockets_of
+from titan_ft.system.process import borrowed_socket, own_sockets, sockets_of
 
 Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 

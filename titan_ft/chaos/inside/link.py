@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from titan_ft.chaos.inside.blackhole import Connection, connected_to
-from titan_ft.run.process import this_host
-from titan_ft.run.whole_file import write_whole
+from titan_ft.system.process import this_host
+from titan_ft.system.whole_file import write_whole
 
 
 class Location(msgspec.Struct, frozen=True):

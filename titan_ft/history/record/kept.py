@@ -35,7 +35,7 @@ from titan_ft.run.events import Batches, Event, StepCommitted, kinds
 from titan_ft.run.log import Place, event_files, read_history, stream
 from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.tail import EventTail
-from titan_ft.run.whole_file import write_whole
+from titan_ft.system.whole_file import write_whole
 
 FILE = "reduced.msgpack"
 FORMAT = 4

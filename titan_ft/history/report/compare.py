@@ -23,7 +23,7 @@ from titan_ft.history.report.phases import add_up, find_phases
 from titan_ft.history.report.style import ACCENT, state_order
 from titan_ft.history.report.words import DASH
 from titan_ft.history.terminal import grid
-from titan_ft.run.whole_file import write_whole
+from titan_ft.system.whole_file import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -35,7 +35,7 @@ from titan_ft.history.report.words import DASH, duration
 from titan_ft.history.rounds import find_rounds
 from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import clock
-from titan_ft.run.whole_file import write_whole
+from titan_ft.system.whole_file import write_whole
 
 MARKS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "not asked": ("quiet", DASH)}  # else it is open
 MAX_DETAILS = 4

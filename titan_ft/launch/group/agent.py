@@ -87,9 +87,9 @@ from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import PARENT_PID_ENV, end_with_parent
 from titan_ft.run.output import protect_output
 from titan_ft.run.paths import RunPaths
-from titan_ft.run.process import node_name
-from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail, last_error_line
+from titan_ft.system.process import node_name
+from titan_ft.system.stop import StopRequests
 
 POLL_SECONDS = 0.02
 RETRY_SECONDS = 0.2

@@ -12,9 +12,9 @@ from copy import copy
 from titan_ft.launch.group.hosts import MEETING_SECONDS
 from titan_ft.launch.group.line import End, Hello, Leave, Line, Message, Over, Ping, Start, State
 from titan_ft.launch.group.worker_group import MeetingPoint, Share, WorkerGroup
-from titan_ft.run.address import split_address
-from titan_ft.run.process import node_name
-from titan_ft.run.stop import StopRequests
+from titan_ft.system.address import split_address
+from titan_ft.system.process import node_name
+from titan_ft.system.stop import StopRequests
 
 _CONNECT_SECONDS = 2.0
 _POLL_SECONDS = 0.02

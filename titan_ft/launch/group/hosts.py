@@ -27,7 +27,7 @@ from titan_ft.config import ConfigError
 from titan_ft.launch.group.line import GONE_SECONDS, End, Hello, Leave, Line, Over, Ping, Start, State
 from titan_ft.launch.group.worker_exit import WorkerExit
 from titan_ft.launch.group.worker_group import AttemptStore, Share, WorkerGroup
-from titan_ft.run.address import ALL_HOSTS, split_address
+from titan_ft.system.address import ALL_HOSTS, split_address
 
 MEETING_SECONDS = 600.0
 """Time for the hosts of a group to meet, as in torchrun's rendezvous: a queue may start them one by one."""

@@ -13,7 +13,7 @@ from titan_ft.launch.group.own_end import EARLY_END, kind_of_end
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import WorkerExited
-from titan_ft.run.process import node_name
+from titan_ft.system.process import node_name
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from titan_ft.launch.gpus import listed_gpus, num_gpus
 from titan_ft.launch.group.forks import ForkedProcess, fork_module
 from titan_ft.launch.group.worker_exit import ENDED_EARLY, WorkerExit
 from titan_ft.run import error_file
-from titan_ft.run.address import is_unspecified, usable_bind
 from titan_ft.run.error_file import read_error
 from titan_ft.run.marks import has_left, remove_training_mark
 from titan_ft.run.orphan import PARENT_PID_ENV
-from titan_ft.run.process import node_name
+from titan_ft.system.address import is_unspecified, usable_bind
+from titan_ft.system.process import node_name
 
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.01

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from titan_ft.run.address import find_source_address, is_unspecified, join_address, split_address, usable_bind
+from titan_ft.system.address import find_source_address, is_unspecified, join_address, split_address, usable_bind
 
 
 @pytest.mark.parametrize(("host", "text"), [("10.0.0.1", "10.0.0.1:80"), ("fe80::1", "[fe80::1]:80"), ("n1", "n1:80")])
@@ -81,7 +81,7 @@ def host() -> Iterator[Callable[..., str]]:
         for command in setup:
             done = run("-n", name, *command.split())
             assert done.returncode == 0, done.stderr
-        code = f"from titan_ft.run.address import find_own_address; print(find_own_address({bind!r}))"
+        code = f"from titan_ft.system.address import find_own_address; print(find_own_address({bind!r}))"
         done = run("netns", "exec", name, sys.executable, "-c", code)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
