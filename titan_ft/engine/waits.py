@@ -30,6 +30,10 @@ def find_waits(rows: Sequence[Row], own: int, began: float, gone: Sequence[tuple
     While a group that trains and a joiner are both awaited, the time is charged to the group that
     trains: the exchange would not have ended sooner without the joiner.
 
+    The time in which all members connect to each other is charged in equal parts to the joiners and
+    to the groups that are gone. It is charged to nobody where there are neither, as at the start of
+    a job.
+
     Args:
         rows: the rows of all members. All times are seconds relative to the quorum's answer, and
             negative before it.
@@ -53,11 +57,28 @@ def find_waits(rows: Sequence[Row], own: int, began: float, gone: Sequence[tuple
     if seconds_for_gone > 0:
         for slot, why in gone:
             yield slot, why, seconds_for_gone / len(gone)
+    # Then the wait for new connections, which all members make because of those that came or went.
+    connected = rows[own].came
+    connecting_seconds = connected - max(began, 0.0)
+    if rows[own].connecting and connecting_seconds > 0:
+        causes = [*gone, *_find_joiners(rows)]
+        for slot, why in causes:
+            yield slot, why, connecting_seconds / len(causes)
     # Then the wait for the exchange: until every member is ready for it.
     arrivals = [(row.came, row) for row in rows]
     connecting = {row.slot for row in rows if row.connecting}
-    for slot, why, seconds in _charge(max(began, rows[own].came), arrivals):
+    for slot, why, seconds in _charge(max(began, connected), arrivals):
         yield slot, Why.CONNECTING if slot in connecting else why, seconds
+
+
+def _find_joiners(rows: Sequence[Row]) -> list[tuple[int, Why]]:
+    """Return the slot of each member that gets the state, and its reason."""
+    joiners = []
+    for row in rows:
+        why = Why(row.doing)
+        if why.joins:
+            joiners.append((row.slot, why))
+    return joiners
 
 
 def _charge(start: float, arrivals: Sequence[tuple[float, Row]]) -> Iterator[Wait]:

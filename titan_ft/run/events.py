@@ -137,9 +137,9 @@ class Waited(msgspec.Struct, frozen=True):
     slot: int  # the group that was awaited
     seconds: float  # how long, in all exchanges of the step
     # what the group did meanwhile: "computing", "loading" its batches, "between_steps" (saving, validating),
-    # "connecting" to the other groups, "catching_up" (it fetched, loaded or replayed the state), "asked" (the same, and
-    # it asked the others to wait); or why it did not come: "lost", "left" in order, "too_few" (the step needs it for
-    # `min_replica_size`)
+    # "connecting" to the other groups for longer than this rank, "catching_up" (it fetched, loaded or replayed the
+    # state, or all groups connected to it), "asked" (the same, and it asked the others to wait); or why it did not
+    # come: "lost", "left" in order, "too_few" (the step needs it for `min_replica_size`)
     why: str
 
 

@@ -45,11 +45,25 @@ def test_the_wait_for_the_quorum_is_for_who_asked_last() -> None:
     assert waits(late, early, began=-2.0) == [], "it asked last: it has waited for nobody"
 
 
-def test_what_all_take_to_connect_is_a_wait_for_nobody() -> None:
+def test_what_all_take_to_connect_at_the_start_is_a_wait_for_nobody() -> None:
     """Only by what it took longer, as over a link that was cut."""
-    slow = row(1, 2.0, connecting=True)
-    assert waits(row(0, 0.5), row(1, 0.5, connecting=True), began=-1.0) == []
-    assert waits(row(0, 0.5), slow, began=-1.0) == [(1, Why.CONNECTING, 1.5)]
+    own, other, slow = (row(slot, came, connecting=True) for slot, came in ((0, 0.5), (1, 0.5), (1, 2.0)))
+    assert waits(own, other, began=-1.0) == []
+    assert waits(own, slow, began=-1.0) == [(1, Why.CONNECTING, 1.5)]
+
+
+def test_what_all_take_to_connect_is_a_wait_for_those_that_came_or_went() -> None:
+    """From the answer on, or from when this group was ready, if that was later."""
+    own, other = row(0, 5.0, connecting=True), row(1, 5.0, connecting=True)
+    joiner = row(2, 5.5, connecting=True, doing=Why.CATCHING_UP)
+    assert waits(own, other, joiner, began=-1.0) == [(2, Why.CATCHING_UP, 5.0), (2, Why.CONNECTING, 0.5)]
+    assert waits(own, other, began=1.0, gone=[(3, Why.LOST)]) == [(3, Why.LOST, 4.0)]
+    assert waits(own, joiner, began=1.0, gone=[(3, Why.LEFT)]) == [
+        (3, Why.LEFT, 2.0),
+        (2, Why.CATCHING_UP, 2.0),
+        (2, Why.CONNECTING, 0.5),
+    ]
+    assert waits(row(0, 5.0), joiner, began=5.0) == [(2, Why.CONNECTING, 0.5)], "connected before this group was ready"
 
 
 def test_a_joiner_that_asks_while_the_lighthouse_waits_for_a_lost_group_is_not_waited_for() -> None:
