@@ -91,8 +91,8 @@ CASES = {
     "ac_selective": Case(("--activation_checkpoint.mode=selective",)),
     "bf16_mixed": Case(("--training.mixed_precision_param=bfloat16",)),
     "bf16": Case(("--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"), rounding=1e-3),
-    # All other rows have foreach, as the config says.
-    "fused": Case(("--optimizer.implementation=fused",)),
+    # All other rows have torchtitan's default, fused.
+    "foreach": Case(("--optimizer.implementation=foreach",)),
     "for_loop": Case(("--optimizer.implementation=for-loop",)),
     "compile": Case(("--compile.enable", "--compile.backend=aot_eager")),  # all of it but the minutes of g++
 }

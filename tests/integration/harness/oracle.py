@@ -103,7 +103,8 @@ def build_optimizer(model: torch.nn.Module, config: JobConfig) -> torch.optim.Op
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        foreach=True,
+        foreach=settings.implementation == "foreach",
+        fused=settings.implementation == "fused",
     )
 
 
