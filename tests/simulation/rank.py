@@ -421,8 +421,11 @@ class Rank:
             came, began = kernel.now, self._began
 
             def note(quorum: Quorum) -> None:
-                asked, ready = ((at - self.process.clock) / self.process.rate for at in (quorum.asked, quorum.ready))
-                world.waits.comes(self, quorum.key, Arrival(began, asked, max(came, ready), self.joins(quorum)))
+                times = (quorum.asked, quorum.answered, quorum.ready)
+                asked, answered, ready = ((at - self.process.clock) / self.process.rate for at in times)
+                connecting = max(ready - max(began, answered), 0.0)
+                arrival = Arrival(began, asked, max(came, ready), connecting, self.joins(quorum))
+                world.waits.comes(self, quorum.key, arrival)
 
             return finish(_NotedFacts(facts, note))
 

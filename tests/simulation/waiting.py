@@ -26,11 +26,20 @@ _SLACK = 0.05
 
 @dataclass(frozen=True)
 class Arrival:
-    """When a member began to wait in an exchange, asked for its quorum, and was ready for it; virtual seconds."""
+    """When a member came to an exchange, in virtual seconds.
+
+    Attributes:
+        began: when it began to wait.
+        asked: when it asked for the quorum.
+        ready: when it was ready for the exchange.
+        connecting: seconds in which it had nothing to do but to connect to the other members.
+        joins: it lacked the state.
+    """
 
     began: float
     asked: float
     ready: float
+    connecting: float
     joins: bool
 
 
@@ -74,6 +83,8 @@ class WaitJudge:
             rest = [each for other, each in arrivals.items() if other != slot and why.joins and not each.joins]
             later = max(there.asked - max([own.began, *(each.asked for each in rest)]), 0.0)
             later += max(there.ready - max([own.began, *(each.ready for each in rest)]), 0.0)
+            if there.joins:  # for its sake all members connect anew
+                later += own.connecting
             if seconds > later + self._slack:
                 self._report("waits", f"{who} waited {seconds:.3f} s for g{slot}, which came {later:.3f} s later")
             if why.joins is not there.joins and why is not Why.CONNECTING:
@@ -82,3 +93,8 @@ class WaitJudge:
         waited = max(each.ready for each in arrivals.values()) - own.ready
         if said < waited - self._slack:
             self._report("waits", f"{who} waited {waited:.3f} s for others and says {said:.3f} s")
+        has_cause = len(charged) < len(waits) or any(each.joins for each in arrivals.values())
+        said = sum(seconds for _, _, seconds in waits)
+        # A group that heals forgets what it waited.
+        if has_cause and not own.joins and said < own.connecting - self._slack:
+            self._report("waits", f"{who} was connecting for {own.connecting:.3f} s and says {said:.3f} s")

@@ -250,7 +250,6 @@ class Rounds:
         with self._watchdog.paused():
             self.ask()
             started = time.monotonic()
-            began = math.inf if self._exchange.sent else started
             if self._compares_changes(contribution) and not self._exchange.sent:
                 self.take_digest()
             elif use is GradientUse.OPEN and self._config.digest_every and not self._position.digest:
@@ -263,13 +262,20 @@ class Rounds:
                 gives = use.gives and not contribution.empty
                 due = not contribution.early and use is not GradientUse.OPEN
                 self._exchange.launch(self._position.newest_step if gives else None, due=due)
-            made, error, is_spoiled = self._exchange_once(self._report(contribution, use, began))
+            made, error, is_spoiled = self._exchange_once(self._report(contribution, use, started))
             self.waits.start_wait(quorum.asked if use is GradientUse.OPEN else started)
             if not self._vote(made):
                 error = error or "broke on another rank of this group"
                 return self._break(error, is_spoiled, started, quorum)
         assert made is not None, "the vote passed with this rank's no"
-        self.waits.note_success(made.rows, quorum.rank, quorum.answered, quorum.processes, self._position.left)
+        self.waits.note_success(
+            made.rows,
+            quorum.rank,
+            quorum.answered,
+            quorum.ready,
+            quorum.processes,
+            self._position.left,
+        )
         self._met, self.last = frozenset(quorum.members), made
         self._position.observe(made)
         # One that is a step ahead or behind saw a broken exchange differently: no state differs.

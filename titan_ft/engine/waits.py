@@ -24,7 +24,9 @@ Wait = tuple[int, Why, float]
 """Slot of the awaited group, reason, and seconds."""
 
 
-def find_waits(rows: Sequence[Row], own: int, began: float, gone: Sequence[tuple[int, Why]] = ()) -> Iterator[Wait]:
+def find_waits(
+    rows: Sequence[Row], own: int, began: float, connected: float, gone: Sequence[tuple[int, Why]] = ()
+) -> Iterator[Wait]:
     """Yield the waits of this group in an exchange that succeeded.
 
     While a group that trains and a joiner are both awaited, the time is charged to the group that
@@ -39,6 +41,7 @@ def find_waits(rows: Sequence[Row], own: int, began: float, gone: Sequence[tuple
             negative before it.
         own: index of this group's row.
         began: when this group began to wait.
+        connected: when this rank was connected to the other members.
         gone: slots that took part in the exchange before and not in this one, with the reason.
     """
     # First the wait for the quorum: until every member has asked for it.
@@ -58,16 +61,15 @@ def find_waits(rows: Sequence[Row], own: int, began: float, gone: Sequence[tuple
         for slot, why in gone:
             yield slot, why, seconds_for_gone / len(gone)
     # Then the wait for new connections, which all members make because of those that came or went.
-    connected = rows[own].came
     connecting_seconds = connected - max(began, 0.0)
-    if rows[own].connecting and connecting_seconds > 0:
+    if connecting_seconds > 0:
         causes = [*gone, *_find_joiners(rows)]
         for slot, why in causes:
             yield slot, why, connecting_seconds / len(causes)
     # Then the wait for the exchange: until every member is ready for it.
     arrivals = [(row.came, row) for row in rows]
     connecting = {row.slot for row in rows if row.connecting}
-    for slot, why, seconds in _charge(max(began, connected), arrivals):
+    for slot, why, seconds in _charge(max(began, rows[own].came), arrivals):
         yield slot, Why.CONNECTING if slot in connecting else why, seconds
 
 
@@ -137,7 +139,13 @@ class WaitLog:
             self._broken[process] += now - self._began
 
     def note_success(
-        self, rows: Sequence[Row], own: int, answered: float, members: Collection[Process], left: Collection[int]
+        self,
+        rows: Sequence[Row],
+        own: int,
+        answered: float,
+        ready: float,
+        members: Collection[Process],
+        left: Collection[int],
     ) -> None:
         """Note that the exchange succeeded.
 
@@ -145,6 +153,7 @@ class WaitLog:
             rows: the rows of all members.
             own: index of this group's row.
             answered: when the lighthouse answered, by the clock of `start_wait`.
+            ready: when this rank was connected to the other members, by the same clock.
             left: slots that have left in order.
         """
         gone = {*self._last_members, *self._broken}.difference(members)
@@ -155,7 +164,8 @@ class WaitLog:
             why = Why.LEFT if slot in left else Why.LOST
             reasons.append((slot, why))
             broken_waits.append((slot, why, self._broken[process] / len(gone)))
-        self._last_waits = [*find_waits(rows, own, self._began - answered, reasons), *broken_waits]
+        waits = find_waits(rows, own, self._began - answered, ready - answered, reasons)
+        self._last_waits = [*waits, *broken_waits]
         self._last_members = frozenset(members)
         # Else the groups that are gone would be gone, and awaited, in each later exchange again.
         self._broken.clear()

@@ -90,8 +90,8 @@ class RoundReport:
         facts: the row of a group whose claim to the job's state holds and that contributes nothing.
         contribution, use: what the group trained, and whether its gradients are in the exchange.
         newest_step: a member with more updates than this voids the claim (`Position.newest_step`).
-        began: when this round began on this rank, in seconds of its clock; infinite for an exchange
-            that was under way.
+        began: when this rank had nothing more to do for this round but to wait, in seconds of its
+            clock; infinite where it trains while the exchange is under way.
         joining: why the others wait for this group while it lacks the state.
         leave: read when the row is made. A SIGTERM that comes while the gradients are summed is in
             this row then, and the group may leave after this round.
@@ -136,7 +136,7 @@ class RoundReport:
             early=claims and self.contribution.early,
             asked=quorum.answered - quorum.asked,
             came=came - quorum.answered,
-            connecting=quorum.answered < quorum.ready and min(self.began, came) < quorum.ready,
+            connecting=max(quorum.answered, self.began) < quorum.ready,
             doing=self.contribution.doing if trains else self.joining,
         )
         return row.encode(), encode(given.entries)

@@ -85,7 +85,7 @@ class Row:
         asked: seconds from the member's request for the quorum to its answer. The answer comes to all members at once,
             so that these seconds and the next compare without a common clock.
         came: seconds from that answer until the member's part of the exchange and its process group were there.
-        connecting: whether its part was there before its process group.
+        connecting: whether it had to wait for its process group.
         doing: what it did until its part was there (`Why`).
         nonfinite: whether this rank's gradients, which are in the sum, have an inf or a NaN. It is not among
             the floats: the exchange looks at the sums (`Reduced.spoiled`), the host would have to wait for that alone.

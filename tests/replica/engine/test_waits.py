@@ -16,9 +16,11 @@ def row(slot: int, came: float, asked: float = 0.0, doing: Why = Why.COMPUTING, 
     return Row(slot, Standing.READY, 7, asked=asked, came=came, doing=doing, connecting=connecting)
 
 
-def waits(*rows: Row, began: float | None = None, gone: Any = ()) -> list[tuple[int, Why, float]]:
+def waits(
+    *rows: Row, began: float | None = None, connected: float = 0.0, gone: Any = ()
+) -> list[tuple[int, Why, float]]:
     """Return what the first member waited for."""
-    found = find_waits(rows, 0, rows[0].came if began is None else began, gone)
+    found = find_waits(rows, 0, rows[0].came if began is None else began, connected, gone)
     return [(slot, why, pytest.approx(seconds)) for slot, why, seconds in found]
 
 
@@ -48,22 +50,24 @@ def test_the_wait_for_the_quorum_is_for_who_asked_last() -> None:
 def test_what_all_take_to_connect_at_the_start_is_a_wait_for_nobody() -> None:
     """Only by what it took longer, as over a link that was cut."""
     own, other, slow = (row(slot, came, connecting=True) for slot, came in ((0, 0.5), (1, 0.5), (1, 2.0)))
-    assert waits(own, other, began=-1.0) == []
-    assert waits(own, slow, began=-1.0) == [(1, Why.CONNECTING, 1.5)]
+    assert waits(own, other, began=-1.0, connected=0.5) == []
+    assert waits(own, slow, began=-1.0, connected=0.5) == [(1, Why.CONNECTING, 1.5)]
 
 
 def test_what_all_take_to_connect_is_a_wait_for_those_that_came_or_went() -> None:
     """From the answer on, or from when this group was ready, if that was later."""
     own, other = row(0, 5.0, connecting=True), row(1, 5.0, connecting=True)
     joiner = row(2, 5.5, connecting=True, doing=Why.CATCHING_UP)
-    assert waits(own, other, joiner, began=-1.0) == [(2, Why.CATCHING_UP, 5.0), (2, Why.CONNECTING, 0.5)]
-    assert waits(own, other, began=1.0, gone=[(3, Why.LOST)]) == [(3, Why.LOST, 4.0)]
-    assert waits(own, joiner, began=1.0, gone=[(3, Why.LEFT)]) == [
+    assert waits(own, other, joiner, began=-1.0, connected=5.0) == [(2, Why.CATCHING_UP, 5.0), (2, Why.CONNECTING, 0.5)]
+    assert waits(own, other, began=1.0, connected=5.0, gone=[(3, Why.LOST)]) == [(3, Why.LOST, 4.0)]
+    assert waits(own, joiner, began=1.0, connected=5.0, gone=[(3, Why.LEFT)]) == [
         (3, Why.LEFT, 2.0),
         (2, Why.CATCHING_UP, 2.0),
         (2, Why.CONNECTING, 0.5),
     ]
-    assert waits(row(0, 5.0), joiner, began=5.0) == [(2, Why.CONNECTING, 0.5)], "connected before this group was ready"
+    assert waits(row(0, 5.0), joiner, began=5.0, connected=4.0) == [(2, Why.CONNECTING, 0.5)], "it was busy longer"
+    late = row(0, 6.0, connecting=True)
+    assert waits(late, joiner, began=3.0, connected=5.0) == [(2, Why.CATCHING_UP, 2.0)], "then its own ranks were late"
 
 
 def test_a_joiner_that_asks_while_the_lighthouse_waits_for_a_lost_group_is_not_waited_for() -> None:
@@ -81,7 +85,7 @@ def test_what_is_waited_before_the_own_request_belongs_to_the_exchange_before() 
 def make(log: WaitLog, began: float, *rows: Row, answered: float = 10.0, left: Any = ()) -> None:
     """Make an exchange that works; `began` and `answered` by one clock."""
     log.start_wait(began)
-    log.note_success(rows, 0, answered, [(each.slot, 0.0) for each in rows], left)
+    log.note_success(rows, 0, answered, answered, [(each.slot, 0.0) for each in rows], left)
 
 
 def take(log: WaitLog) -> list[tuple[int, float, str]]:
@@ -122,7 +126,7 @@ def test_a_group_that_was_restarted_meanwhile_was_lost_too() -> None:
     log.note_broken([(0, 0.0), (1, 0.0)], 11.5)
     log.start_wait(12.0)
     rows = [row(0, 0.0), row(1, 0.25, doing=Why.CATCHING_UP)]
-    log.note_success(rows, 0, 12.0, [(0, 0.0), (1, 11.2)], [])
+    log.note_success(rows, 0, 12.0, 12.0, [(0, 0.0), (1, 11.2)], [])
     assert take(log) == [(1, 0.5, "lost"), (1, 0.25, "catching_up")]
 
 
