@@ -28,7 +28,7 @@ import torch
 from tests.simulation import standins
 from tests.simulation.schedule import draw
 from titan_ft.device import local_shard
-from titan_ft.engine import catch_up, drain, feed, heal, outer, round_strategy, step, watchdog
+from titan_ft.engine import catch_up, drain, feed, heal, outer, round_strategy, step, waits, watchdog
 from titan_ft.engine import round as rounds
 from titan_ft.gradients import exchange, quantize
 from titan_ft.gradients.bucket import Bucket
@@ -653,6 +653,16 @@ def data_claims_to_go_on(patch: Patch) -> None:
         self._emit = emit_exact
 
     around(patch, feed.Feed, "__init__", make)
+
+
+@mutation(kinds=("kill", "cut"), promises=("waits",))
+def connecting_is_charged_to_nobody(patch: Patch) -> None:
+    """No wait has the time in which all members connect because one came or went."""
+
+    def find_waits(former: Callable[..., Any], rows: Any, own: int, began: float, connected: float, gone: Any) -> Any:
+        return former(rows, own, began, -1.0, gone)
+
+    around(patch, waits, "find_waits", find_waits)
 
 
 # Semi-synchronous methods
