@@ -47,10 +47,10 @@ def upstream() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two files of 16 and 6 texts as JSON lines, and the same as Parquet with several row groups each."""
+    """Two files of 11 and 5 texts as JSON lines, and the same as Parquet with several row groups each."""
     datasets.disable_progress_bars()
     folder = tmp_path_factory.mktemp("texts")
-    for number, length in enumerate((16, 6)):
+    for number, length in enumerate((11, 5)):
         texts = Dataset.from_dict({"text": [f"{number}.{each}" for each in range(length)]})
         texts.to_json(str(folder / f"{number}.jsonl"))
         texts.to_parquet(str(folder / f"{number}.parquet"), batch_size=5)

@@ -79,7 +79,7 @@ def test_an_agent_without_orders_changes_nothing(make_job: Callable[..., Job]) -
 
 def test_an_aborted_process_group_costs_one_repeated_exchange(make_job: Callable[..., Job]) -> None:
     """No group ends, none recomputes; all meet again in the next quorum."""
-    job = make(make_job, groups=2, steps=16)
+    job = make(make_job, groups=2, steps=10)
     begin(job)
     order(job, "abort_process_group")
     events = finish(job, survivors=[0, 1], fault="abort_process_group")
@@ -106,7 +106,7 @@ def test_a_short_outage_costs_time_only(make_job: Callable[..., Job]) -> None:
 
 def test_a_flipped_bit_of_the_optimizer_is_named_and_heals(make_job: Callable[..., Job]) -> None:
     """The digests' majority says which group it is, though the parameters were equal when it happened."""
-    job = make(make_job, groups=3, steps=20, flags=["--fault_tolerance.digest_every=5"])
+    job = make(make_job, groups=3, steps=15, flags=["--fault_tolerance.digest_every=5"])
     begin(job)
     order(job, "flip_optimizer")
     job.finish(120)

@@ -108,7 +108,7 @@ def test_nccl_without_a_gpu(make_job: Callable[..., Job]) -> None:
 
 def test_lighthouse_is_not_there(make_job: Callable[..., Job]) -> None:
     """A lighthouse that nobody runs ends the worker with a line that names its address."""
-    hooks = {"constants": {"titan_ft.membership.seat.CONNECT_SECONDS": 1.0}}
+    hooks = {"constants": {"titan_ft.membership.seat.CONNECT_SECONDS": 0.5}}
     job = make_job(groups=1, flags=[f"--fault_tolerance.lighthouse={LIGHTHOUSE}"], hooks=hooks, max_restarts=0)
     job.run()
     assert [worker.code for worker in job.groups[0].workers] == [1], job.output(0)
@@ -119,8 +119,8 @@ def test_groups_with_different_configs(make_job: Callable[..., Job]) -> None:
     """A group whose config differs from the others' in what counts is refused, and says so."""
     job = make_job(
         groups=2,
-        flags=["--fault_tolerance.start_timeout_seconds=2"],
-        hooks={"constants": {"titan_ft.engine.step.FINISH_SECONDS": 1.0}},
+        flags=["--fault_tolerance.start_timeout_seconds=1"],
+        hooks={"constants": {"titan_ft.engine.step.FINISH_SECONDS": 0.5}},
         replica_flags={1: ["--optimizer.lr=1e-3"]},
         max_restarts=0,
         steps=4,

@@ -14,7 +14,7 @@ from harness.job import Job
 from harness.trajectory import check, check_killed, named
 
 STEP = 4  # the step in which the trouble begins
-HANG_SECONDS = 3
+HANG_SECONDS = 2
 
 
 def test_below_min_replica_size_nothing_is_committed_or_lost(make_job: Callable[..., Job]) -> None:

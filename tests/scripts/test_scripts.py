@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 import tomli
 
+from titan_ft.cli.main import main
 from titan_ft.run.held import hold
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "llama3_debug.toml"
 LIGHTHOUSE = "http://10.0.0.1:29510"
+OURS = ("SLURM_", "TITAN_FT_", "TORCHFT_", "PYTHON", "OMP_", "RUST_LOG")  # how names of variables begin
 FULL = {
     "config": str(CONFIG),
     "run-dir": "/shared/run",
@@ -32,8 +34,7 @@ FULL = {
 
 def run(script: str, *arguments: str, path: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a script without anything of Slurm or of this project in its environment but what is given."""
-    ours = ("SLURM_", "TITAN_FT_", "TORCHFT_", "PYTHON", "OMP_", "RUST_LOG")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     clean["PATH"] = path or clean["PATH"]
     return subprocess.run(
         ["/bin/bash", str(ROOT / "scripts" / script), *arguments],
@@ -220,12 +221,20 @@ def test_arguments_win_over_slurm() -> None:
         ([*options(), "--", "training.steps=3"], "torchtitan's flags must begin with --, got 'training.steps=3'"),
     ],
 )
-def test_mistakes_are_refused_in_one_line(arguments: list[str], message: str) -> None:
-    """The line names the option, the rule and the value; the status is that of bad usage."""
-    result = group(*arguments, TITAN_FT_TOKEN="secret")
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+def test_mistakes_are_refused_in_one_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line names the option, the rule and the value; the status is that of bad usage.
+
+    The command that the script stands for is called here without it.
+    """
+    for name in [name for name in os.environ if name.startswith(OURS)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TITAN_FT_TOKEN", "secret")
+    assert main(["group", "--dry-run", *arguments]) == 2
+    line = capsys.readouterr().err
+    assert message in line
+    assert line.count("\n") == 1
 
 
 def test_the_lighthouse_of_the_option_counts_before_that_of_the_config(tmp_path: Path) -> None:

@@ -81,13 +81,14 @@ def test_last_words_that_fail_do_not_hold_up_the_end(start: Start) -> None:
     process = start(
         """
 import os
-from titan_ft.engine.watchdog import end_process
+from titan_ft.engine import watchdog
+watchdog._LAST_WORDS_SECONDS = 2.0
 os.set_blocking(2, False)
 try:
     while os.write(2, b"x" * 4096): pass
 except BlockingIOError: pass
 os.set_blocking(2, True)
-end_process(3, lambda: 1 / 0, lambda: say("second"))
+watchdog.end_process(3, lambda: 1 / 0, lambda: say("second"))
 """,
         stderr=send,
     )
@@ -161,9 +162,9 @@ time.sleep(1000)
 def test_a_pause_does_not_count(start: Start) -> None:
     """What others decide about may take as long as it likes."""
     process = start("""
-watchdog = Watchdog(1.0, told)
+watchdog = Watchdog(0.5, told)
 with watchdog.paused():
-    time.sleep(2.2)
+    time.sleep(1.1)
 watchdog.close()
 say("alive")
 """)
@@ -173,7 +174,7 @@ say("alive")
 
 def test_off_or_closed_it_never_ends_anything(start: Start) -> None:
     """Zero seconds turn it off, and a closed one has no timer left either."""
-    process = start("Watchdog(0, told); w = Watchdog(0.3, told); w.close(); w.close(); time.sleep(1.0); say('alive')")
+    process = start("Watchdog(0, told); w = Watchdog(0.2, told); w.close(); w.close(); time.sleep(0.5); say('alive')")
     output, errors = process.communicate(timeout=DEADLINE)
     assert (process.returncode, output, errors) == (0, "alive\n", "")
 

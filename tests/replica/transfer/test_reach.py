@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,9 +101,11 @@ def closed_port() -> str:
 
 def test_peers_that_can_be_reached(serve: Callable[..., str]) -> None:
     """Nothing is said of those, however many there are."""
-    own = serve()
+    own, addresses = serve(), [serve() for _ in range(40)]
     assert ask(own) == {}
-    assert ask(own, *[serve() for _ in range(40)]) == {}
+    assert ask(own, *addresses) == {}
+    peers = [Peer("u", "", addresses[0])]
+    assert Probe(TOKEN, own, 0).find_answering(peers) == peers
 
 
 def test_a_peer_that_is_not_there(serve: Callable[..., str]) -> None:
@@ -148,36 +148,14 @@ def test_a_path_that_loses_everything(
     assert time.monotonic() - began < 5.0
 
 
-BUSY = """
-import ctypes, sys
-from titan_ft.transfer.state_server import StateServer
-print(StateServer("127.0.0.1", sys.argv[1], 1.0, lambda *_: None).port, flush=True)
-sys.stdin.readline()
-print("busy", flush=True)
-ctypes.PyDLL(None).sleep(60)  # keeps the GIL
-"""
-
-
-def test_a_peer_that_is_busy_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread of a process whose GIL is held answers: that is no matter of the network, however long it lasts."""
-    command = [sys.executable, "-c", BUSY, TOKEN]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
-        try:
-            assert peer.stdin is not None
-            assert peer.stdout is not None
-            address = f"127.0.0.1:{peer.stdout.readline().strip()}"
-            server = StateServer("127.0.0.1", TOKEN, 1.0, lambda *_: None)
-            own = f"127.0.0.1:{server.port}"
-            probe, peers = Probe(TOKEN, own, 0), [Peer("u", "", address)]
-            assert (probe(peers), probe.find_answering(peers)) == ({}, peers)
-            peer.stdin.write("\n")
-            peer.stdin.flush()
-            assert peer.stdout.readline() == "busy\n"
-            monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
-            assert (probe(peers), probe.find_answering(peers)) == ({}, [])
-            server.close()
-        finally:
-            peer.kill()
+def test_a_peer_that_is_busy_can_be_reached(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a long call keeps the GIL, no thread of the peer answers. Its kernel takes what it is sent all the same."""
+    monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
+    probe = Probe(TOKEN, serve(), 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # nobody accepts its connections
+        busy = Peer("busy", "", f"127.0.0.1:{listener.getsockname()[1]}")
+        assert probe([busy]) == {}
+        assert probe.find_answering([busy]) == []
 
 
 @pytest.mark.parametrize("passes", [-1, 5_000])

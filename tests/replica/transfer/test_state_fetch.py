@@ -300,7 +300,7 @@ def test_a_broken_connection_is_made_again(
     how: str,
 ) -> None:
     """A connection that breaks or falls silent within the fifth chunk costs that chunk only, and no timeout."""
-    monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 3.0)
+    monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 1.5)
     asked, proxy = watch(), start_proxy(donor, {1: 4700}, how)  # 0 is the header's; within: 4 chunks and their lines
     sent = donor.publish(make_snapshot(5, 10 * CHUNK))
     check_equal(fetch([proxy.address], TOKEN, 5, "4", 1, 600.0), sent)
