@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.event_builder import untyped
+from tests.replica.conftest import RecordedEvents
 from titan_ft.config import FaultTolerance
 from titan_ft.engine import heal, step
 from titan_ft.engine.heal import Heal
@@ -32,8 +32,6 @@ from titan_ft.protocol.member import Member, Process, Quorum
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import NOTHING, Contribution
 from titan_ft.protocol.row import fold48
-from titan_ft.run.events import Event
-from titan_ft.run.log import EventLog
 from titan_ft.transfer.snapshot import Snapshot
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
@@ -259,22 +257,6 @@ class Alone:
         return [value]
 
 
-class Events(EventLog):
-    """Events that tests can read."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.all: list[dict[str, object]] = []
-
-    def emit(self, event: Event) -> None:
-        """Keep the event."""
-        self.all.append(untyped(event))
-
-    def named(self, event: str) -> list[dict[str, object]]:
-        """Return the events of one kind."""
-        return [fields for fields in self.all if fields["event"] == event]
-
-
 class Groups:
     """All groups of a job. The gradient of a batch is its slot's number + 1; what is applied is the mean over them.
 
@@ -312,7 +294,7 @@ class OneGroup:
     def __init__(
         self, hub: Hub, slot: int, size: int, gradient: Callable[[OneGroup, float], float], config: dict[str, Any]
     ) -> None:
-        self.slot, self.read, self.events = slot, list[int](), Events()
+        self.slot, self.read, self.events = slot, list[int](), RecordedEvents()
         self.applied: list[float] = []
         self._share = 1 / size  # of a batch in the nominal tokens
         self.config = FaultTolerance(enable=True, group_size=size, replica_id=slot, **config)
@@ -556,30 +538,15 @@ def test_a_group_that_was_excluded_contributes_after_a_heal() -> None:
     assert [group.applied for group in groups.all] == [[2.0]] * 3
 
 
-def test_if_nobody_has_finite_gradients_all_force_theirs() -> None:
-    """Then the update is what it would be without this layer, with everybody's batches."""
-    groups = Groups(3, Hub([0, 1, 2]), lambda group, usual: NAN)
-    for committed in groups.run(OneGroup.step):
-        assert told(committed) == ([0, 1, 2], [0, 1, 2])
-    for group in groups.all:
-        assert math.isnan(group.applied[0])
-        assert not group.events.named("gradient_excluded")
-
-
 def test_a_forced_gradient_is_forced_again_when_the_exchange_breaks() -> None:
     """Nobody has a finite one then either: to leave it out once more would cost another exchange."""
     groups = Groups(2, Hub([0, 1], broken=(2,)), lambda group, usual: NAN)
     for committed in groups.run(OneGroup.step):
         assert told(committed) == ([0, 1], [0, 1])
         assert committed.exchanges == 4, "with it, without it, forced, and forced again"
-
-
-def test_an_excluded_group_is_present() -> None:
-    """It counts toward min_replica_size: nobody waits for one more."""
-    groups = Groups(2, Hub([0, 1]), lambda group, usual: NAN if group.slot == 1 else usual, min_replica_size=2)
-    for committed in groups.run(OneGroup.step):
-        assert told(committed) == ([0], [0])
-    assert not any(group.events.named("waiting") for group in groups.all)
+    for group in groups.all:
+        assert math.isnan(group.applied[0])
+        assert not group.events.named("gradient_excluded")
 
 
 def test_three_exclusions_in_a_row_end_the_group() -> None:
@@ -657,44 +624,6 @@ def test_a_group_that_is_behind_adds_nothing() -> None:
         assert missed is None
         assert told(committed) == ([1], [1])
         assert other.applied == [2.0], "the gradient of slot 1 alone"
-
-
-def test_one_update_behind_may_be_the_right_state() -> None:
-    """The one that is ahead goes back, and its gradient is in nobody's sum; the others keep theirs."""
-    groups = Groups(3, Hub([0, 1, 2]))
-    for group in groups.all:
-        group.position.load(6 if group.slot == 0 else 5, 60 if group.slot == 0 else 50)
-        group.seat.max_step = 6
-    ahead, second, third = _run_ahead(groups)
-    assert ahead is None
-    assert [told(committed) for committed in (second, third)] == [([1, 2], [1, 2])] * 2
-    assert [group.applied for group in groups.all[1:]] == [[2.5], [2.5]]
-    assert [committed.exchanges for committed in (second, third)] == [2, 2]
-
-
-def _run_ahead(groups: Groups) -> list[Any]:
-    """Let the group that is ahead make one more round without a state, as its heal does."""
-
-    def live(group: OneGroup) -> Committed | None:
-        committed = group.step()
-        if committed is None:
-            group.position.fall_behind()
-            group.rounds.make()
-        return committed
-
-    return groups.run(live)
-
-
-def test_a_stray_s_gradient_is_in_no_update() -> None:
-    """The round in which it turns out to be one is made again without it."""
-    groups = Groups(3, Hub([0, 1, 2]))
-    for group in groups.all:
-        group.position.load(5, 99 if group.slot == 2 else 50)
-        group.seat.max_step = 5
-    first, second, stray = _run_ahead(groups)
-    assert stray is None
-    assert [told(committed) for committed in (first, second)] == [([0, 1], [0, 1])] * 2
-    assert [group.applied for group in groups.all[:2]] == [[1.5], [1.5]]
 
 
 def test_bytes_are_shown_when_somebody_comes() -> None:
