@@ -16,9 +16,14 @@ import pytest
 
 
 class Hosts:
-    """Three network namespaces at a switch, which is a fourth one; each host has a name of its own."""
+    """Three network namespaces at a switch, which is a fourth one; each host has a name of its own.
 
-    def __init__(self) -> None:
+    Args:
+        network: the address of a host and the length of its prefix, with {} for the host's number.
+    """
+
+    def __init__(self, network: str) -> None:
+        self._network = network
         mark = uuid.uuid4().hex[:6]
         self._switch = f"titan-ft-{mark}"
         self._names = [f"{self._switch}-{letter}" for letter in "abc"]
@@ -40,11 +45,11 @@ class Hosts:
             self._in(self._switch, f"link set {port} up")
             self._in(name, "link set lo up")
             self._in(name, "link set eth7 up")
-            self._in(name, f"address add {self.address(number)}/24 dev eth7")
+            usable_at_once = " nodad" if ":" in self._network else ""
+            self._in(name, f"address add {self._network.format(number + 1)} dev eth7{usable_at_once}")
 
-    @staticmethod
-    def address(host: int) -> str:
-        return f"10.77.0.{host + 1}"
+    def address(self, host: int) -> str:
+        return self._network.format(host + 1).partition("/")[0]
 
     def command(self, host: int) -> list[str]:
         """Return the words that run a command on a host."""
@@ -85,11 +90,11 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def three_hosts() -> Iterator[Hosts]:
+def three_hosts(network: str = "10.77.0.{}/24") -> Iterator[Hosts]:
     """Provide three hosts, or skip the test in one line where the machine has none."""
     if os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
         pytest.skip("needs root, iproute2 and util-linux")
-    hosts = Hosts()
+    hosts = Hosts(network)
     try:
         try:
             hosts.connect()

@@ -8,12 +8,12 @@ import os
 import shutil
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.namespaces import Hosts, three_hosts
 from titan_ft.launch.lighthouse import ANNOUNCEMENT
 
 ROOT = Path(__file__).parents[2]
@@ -90,47 +90,24 @@ def test_torchtitans_own_script_starts_groups(start: Start, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[list[str]]]:
-    """Provide two hosts, network namespaces with IPv6 alone, by what puts a command there.
-
-    Their own names are resolved to nothing, and the loopback of one is not that of the other.
-    """
-    if os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
-        pytest.skip("needs root, iproute2 and util-linux")
-    names = [f"titan-ft-{uuid.uuid4().hex[:6]}" for _ in range(2)]
-
-    def ip(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=60, check=False)
-
-    if ip("netns", "add", names[0]).returncode:
-        pytest.skip("needs network namespaces")
-    try:
-        ip("netns", "add", names[1])
-        ip("link", "add", "eth7", "netns", names[0], "type", "veth", "peer", "name", "eth7", "netns", names[1])
-        for number, name in enumerate(names, start=1):
-            address = f"fd00:77::{number}/64"
-            for words in ("link set lo up", "link set eth7 up", f"address add {address} dev eth7 nodad"):
-                done = ip("-n", name, *words.split())
-                assert done.returncode == 0, done.stderr
-        renamed = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
-        yield [["ip", "netns", "exec", name, *renamed, f"host-of-{name}"] for name in names]
-    finally:
-        for name in names:
-            ip("netns", "del", name)
+def hosts() -> Iterator[Hosts]:
+    """Provide hosts with IPv6 alone."""
+    with three_hosts("fd00:77::{}/64") as made:
+        yield made
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False], ids=["one folder", "a folder each"])
-def test_two_hosts(start: Start, hosts: list[list[str]], tmp_path: Path, shared: bool) -> None:
+def test_two_hosts(start: Start, hosts: Hosts, tmp_path: Path, shared: bool) -> None:
     """The address that the lighthouse prints is all that they know of each other."""
-    address = announced(start(*hosts[0], *TITAN_FT, "lighthouse"))
+    address = announced(start(*hosts.command(0), *TITAN_FT, "lighthouse"))
     assert address == "http://[fd00:77::1]:29510"
     folders = [tmp_path / "run" if shared else tmp_path / f"run{replica}" for replica in range(2)]
     groups = []
-    for replica, (host, folder) in enumerate(zip(hosts, folders, strict=True)):
+    for replica, folder in enumerate(folders):
         options = ["--replica", str(replica), "--replicas", "2", "--ranks-per-node", "1", "--lighthouse", address]
         command = [*TITAN_FT, "group", "llama3_debug", *options, "--run-dir", str(folder), "--", *FLAGS]
-        groups.append(start(*host, *command, TITAN_FT_TOKEN="secret"))
+        groups.append(start(*hosts.command(replica), *command, TITAN_FT_TOKEN="secret"))
     for group in groups:
         group.communicate(timeout=SECONDS)
     if not shared:

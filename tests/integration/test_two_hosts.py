@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A group on two hosts, an agent on each: a rank dies, an agent dies, a host vanishes, the first rank's host vanishes.
 
-A third host has the lighthouse and another group, which trains on. `tests/launch/test_two_hosts.py`
-shows the agents alone.
+A third host has the lighthouse and another group, which trains on.
 """
 
 from __future__ import annotations

@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.event_builder import untyped
+from titan_ft.launch import restart_policy
 from titan_ft.run.log import read_events
 from titan_ft.run.paths import RunPaths
 
@@ -62,10 +63,10 @@ class FakeRun:
         except (FileNotFoundError, ProcessLookupError):
             return False
 
-    def start(self, *command: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
-        """Start a Python command in a session of its own; `prefix` are words that run it elsewhere."""
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """Start a Python command in a session of its own."""
         process = subprocess.Popen(
-            [*prefix, sys.executable, *command],
+            [sys.executable, *command],
             env=self.env,
             stdout=self.stdout,
             stderr=subprocess.PIPE,
@@ -108,6 +109,14 @@ class FakeRun:
         path.with_suffix(".tmp").write_text(what)
         path.with_suffix(".tmp").rename(path)
 
+    def finish(self, launcher: subprocess.Popen[str]) -> str:
+        """Let both groups of a launch finish, and with them the launch; returns what it has printed."""
+        for replica in (0, 1):
+            self.order(replica, "any", "any", "exit 0")
+        printed, errors = launcher.communicate(timeout=30)
+        assert (launcher.returncode, errors) == (0, "")
+        return printed
+
     def wait_obeyed(self, replica: int, rank: int, attempt: int) -> None:
         path = self.orders / f"{replica}-{rank}-{attempt}.do"
         self.wait_until(lambda: not path.exists(), what=f"{path.stem} obeyed")
@@ -131,6 +140,12 @@ class FakeRun:
         for pid in self.pids():
             if self.is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the agents of this process start a group again without a pause."""
+    monkeypatch.setattr(restart_policy, "backoff_seconds", lambda streak: 0.0)
 
 
 @pytest.fixture

@@ -85,6 +85,7 @@ def test_agent_that_is_killed_on_a_full_disk(run_on_disk: Any, small_disk: Any) 
     new = run.worker(1, 0, 1)
     assert new["parent"] != first[1]["parent"]
     assert run.is_alive(first[0]["pid"])
+    small_disk.free()  # a process that ends waits for room
     end(run)
     printed, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 0
@@ -197,6 +198,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (own.stat().st_size, limit[1]))
 """
 
 
+@pytest.mark.usefixtures("no_backoff")
 def test_crash_loop_of_which_no_commit_is_seen(run: Any) -> None:
     """Attempts that came to something, of which nothing can be read, are no crash loop: one that nobody can see into
     is given the benefit of the doubt."""

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The agents of a group on several hosts; here all of them are on one, and the workers' entry is real, training is not.
 
-`test_two_hosts.py` has hosts that can vanish.
+`tests/integration/test_two_hosts.py` has hosts that can vanish.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.launch.forked import children
 from titan_ft.launch.group import hosts
@@ -45,6 +46,21 @@ def start(
     return run.start(*command, "--no-zygote", "--", *flags)
 
 
+def lead_and_follow(run: Any, port: int, crash: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """Start the agent that leads, and then the one that follows it."""
+    leader = start(run, port, crash)
+    run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
+    return leader, start(run, port, crash)
+
+
+def start_ranks_that_leave(run: Any, port: int) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """Start both agents of a group whose ranks end in order at SIGTERM, and wait until they would."""
+    leave = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+    agents = lead_and_follow(run, port, f"{leave}(paths.root / f'ready-{{rank}}').touch()\n{WAIT}")
+    run.wait_until(lambda: len(list(run.paths.root.glob("ready-*"))) == 2, 60.0, "both ranks would leave in order")
+    return agents
+
+
 def wait_for_workers(run: Any, attempt: int, number: int) -> list[dict[str, Any]]:
     """Return the workers of an attempt, by rank, once all have begun."""
 
@@ -70,25 +86,28 @@ import json, os
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 text = json.dumps([int(os.environ[name]) for name in names] + [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]])
 (paths.root / f"rank-{{rank}}.json").write_text(text)
-from torch.distributed import TCPStore
-TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False).set(str(rank), "here")
 {FINISH}
 """
     run.use_torch()
     agents = [start(run, port, crash, ranks=2), start(run, port, crash, ranks=2)]
     wait_for_workers(run, 0, 4)
+    files = [run.paths.root / f"rank-{rank}.json" for rank in range(4)]
+    run.wait_until(
+        lambda: all(file.exists() and file.read_text().endswith("]") for file in files), what="all ranks have written"
+    )
+    places = [json.loads(file.read_text()) for file in files]
+    (store,) = {tuple(place[6:]) for place in places}
+    TCPStore(store[0], int(store[1]), is_master=False).set("here", "yes")
     end(run, 0)
     errors = [agent.communicate(timeout=60)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], errors
     assert not any("is gone" in text for text in errors), errors
-    places = [json.loads((run.paths.root / f"rank-{rank}.json").read_text()) for rank in range(4)]
     assert [place[:6] for place in places] == [
         [0, 0, 4, 2, 0, 2],
         [1, 1, 4, 2, 0, 2],
         [2, 0, 4, 2, 1, 2],
         [3, 1, 4, 2, 1, 2],
     ]
-    assert len({tuple(place[6:]) for place in places}) == 1
     assert {event["rank"]: event["code"] for event in run.events("worker_exited")} == dict.fromkeys(range(4), 0)
 
 
@@ -139,9 +158,7 @@ if rank == {rank}: raise DivergedError("two states")
 
 def test_an_agent_that_dies_takes_its_workers_along_and_another_one_comes(run: Any, port: int) -> None:
     """The group waits for it, and is restarted as a whole; its ranks are named as lost."""
-    leader = start(run, port, FINISH)
-    run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
-    lost = start(run, port, FINISH)
+    leader, lost = lead_and_follow(run, port, FINISH)
     first = wait_for_workers(run, 0, 2)
     lost.kill()
     run.wait_until(lambda: run.events("worker_exited"), 30.0, "the end of the lost host's rank is announced")
@@ -159,9 +176,7 @@ def test_an_agent_that_dies_takes_its_workers_along_and_another_one_comes(run: A
 
 def test_where_the_leading_agent_dies_the_group_goes_on_with_another_one(run: Any, port: int) -> None:
     """What remains ends its workers, and leads if the rendezvous is on its own host; attempts count on."""
-    leader = start(run, port, FINISH)
-    run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
-    follower = start(run, port, FINISH)
+    leader, follower = lead_and_follow(run, port, FINISH)
     first = wait_for_workers(run, 0, 2)
     leader.kill()
     run.wait_until(lambda: not any(run.is_alive(worker["pid"]) for worker in first), 30.0, "all workers are gone")
@@ -176,12 +191,7 @@ def test_where_the_leading_agent_dies_the_group_goes_on_with_another_one(run: An
 
 def test_an_agent_that_is_stopped_lets_its_workers_leave(run: Any, port: int) -> None:
     """The whole group leaves if its leader is asked to; both agents say so, and end as they do on one host."""
-    leave = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
-    crash = f"{leave}(paths.root / f'ready-{{rank}}').touch()\n{WAIT}"
-    leader = start(run, port, crash)
-    run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
-    follower = start(run, port, crash)
-    run.wait_until(lambda: len(list(run.paths.root.glob("ready-*"))) == 2, 60.0, "both ranks would leave in order")
+    leader, follower = start_ranks_that_leave(run, port)
     leader.terminate()
     errors = [agent.communicate(timeout=60)[1] for agent in (leader, follower)]
     assert [leader.returncode, follower.returncode] == [1, 1], errors
@@ -192,12 +202,7 @@ def test_an_agent_that_is_stopped_lets_its_workers_leave(run: Any, port: int) ->
 
 def test_a_follower_that_is_stopped_lets_its_workers_leave(run: Any, port: int) -> None:
     """Its host is drained: its workers leave in order, and the group waits for another agent."""
-    leave = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
-    crash = f"{leave}(paths.root / f'ready-{{rank}}').touch()\n{WAIT}"
-    leader = start(run, port, crash)
-    run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
-    follower = start(run, port, crash)
-    run.wait_until(lambda: len(list(run.paths.root.glob("ready-*"))) == 2, 60.0, "both ranks would leave in order")
+    leader, follower = start_ranks_that_leave(run, port)
     follower.terminate()
     _, errors = follower.communicate(timeout=60)
     assert (follower.returncode, errors.count("this group was stopped by SIGTERM")) == (1, 1)
