@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -148,11 +148,12 @@ class Run:
         """Load as the trainer does: by `checkpoint.load_step`."""
         return self.checkpoints.load(self.config.checkpoint.load_step)
 
-    def train(self, until: int) -> None:
-        """Make steps and offer each for saving."""
+    def train(self, until: int) -> Self:
+        """Make steps and offer each for saving; returns the run."""
         while self.progress.step < until:
             self.step()
             self.checkpoints.save(self.progress.step)
+        return self
 
     def step(self) -> None:
         self.model(torch.ones(2, 4)).square().sum().backward()

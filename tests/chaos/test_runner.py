@@ -159,6 +159,14 @@ def listed(*entries: tuple[float, str, int | None], seed: int = 1, **limits: Any
     return Plan("test", seed, limits=Limits(**limits), rules=(Listed(made),))
 
 
+def under_way(plan: Plan, folder: Path) -> Harness:
+    """Return a job whose groups have committed a step together, with which the schedule starts."""
+    harness = Harness(plan, folder)
+    harness.launch()
+    harness.commit()
+    return harness
+
+
 def test_the_schedule_starts_when_all_groups_train_together(tmp_path: Path) -> None:
     """Neither a part of the groups nor time alone starts it; then `start_seconds` pass first."""
     plan = Plan("test", 5, start_seconds=10.0, rules=(Listed((ListedFault(2.0, "kill_group", {}, 1),)),))
@@ -209,9 +217,7 @@ def test_what_is_told_of_a_fault(tmp_path: Path) -> None:
 
 def test_a_stopped_group_goes_on_in_time(tmp_path: Path) -> None:
     """SIGCONT comes after `seconds`; the group is up again only when it has contributed after that."""
-    harness = Harness(listed((0, "stop_group", 2)), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(listed((0, "stop_group", 2)), tmp_path)
     stopped = harness.now - START
     harness.commit(2)
     harness.at(stopped + 9.9)
@@ -261,9 +267,7 @@ def test_a_stop_is_always_undone(tmp_path: Path, end: str) -> None:
 
 def test_a_killed_group_is_down_until_a_new_start_of_it_contributes(tmp_path: Path) -> None:
     """What its dead workers told late counts for nothing; the next fault waits for it, as max_down says."""
-    harness = Harness(listed((0, "kill_group", 1), (1, "kill_rank", 2)), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(listed((0, "kill_group", 1), (1, "kill_rank", 2)), tmp_path)
     assert harness.up() == [0, 2, 3]
     harness.says(1, "step_committed", step=harness.step + 1, participants=[0, 1, 2, 3])
     harness.at(5)
@@ -281,9 +285,7 @@ def test_a_killed_group_is_down_until_a_new_start_of_it_contributes(tmp_path: Pa
 
 def test_a_shot_that_waits_too_long_is_skipped_with_the_reason(tmp_path: Path) -> None:
     """A limit that holds it up for `patience_seconds` costs it its turn; the ones after it have theirs."""
-    harness = Harness(listed((0, "kill_group", 1), (1, "kill_group", 2), (20, "kill_lighthouse", None)), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(listed((0, "kill_group", 1), (1, "kill_group", 2), (20, "kill_lighthouse", None)), tmp_path)
     begin = harness.now - START
     harness.at(begin + 20.5)
     assert harness.processes.sent[1:] == [("SIGKILL", [LIGHTHOUSE])]
@@ -347,9 +349,7 @@ def test_an_agent_is_killed_alone(tmp_path: Path) -> None:
 
 def test_several_groups_at_once(tmp_path: Path) -> None:
     """Each has an event of the same shot, which counts once."""
-    harness = Harness(listed((0, "kill_groups", None), max_down=2), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(listed((0, "kill_groups", None), max_down=2), tmp_path)
     told = harness.told("fault_injected")
     assert [event["shot"] for event in told] == [0, 0]
     hit = {event["target"]["replica"] for event in told}
@@ -360,9 +360,7 @@ def test_several_groups_at_once(tmp_path: Path) -> None:
 
 def test_an_order_goes_to_this_start_of_the_group(tmp_path: Path) -> None:
     """Its agent tells the injection, not the runner; without word of a restart the group is up after a while."""
-    harness = Harness(single("segfault", 3, 1, seed=4), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(single("segfault", 3, 1, seed=4), tmp_path)
     (order,) = harness.orders()
     assert [order[name] for name in ("replica", "rank", "attempt", "shot")] == [3, 1, 1, 0]
     assert not harness.told("fault_injected")
@@ -390,9 +388,7 @@ def test_an_order_goes_to_this_start_of_the_group(tmp_path: Path) -> None:
 )
 def test_an_order_that_comes_to_nothing_is_skipped(tmp_path: Path, happening: str, reason: str) -> None:
     """Whatever became of it, the runner does not wait for ever; what an agent told is not told twice."""
-    harness = Harness(single("exception", 1), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(single("exception", 1), tmp_path)
     (order,) = harness.orders()
     if happening == "restart":
         harness.restart(1)
@@ -414,9 +410,7 @@ def test_an_order_that_comes_to_nothing_is_skipped(tmp_path: Path, happening: st
 
 def test_a_slow_rank_is_disturbed_until_it_was_undone(tmp_path: Path) -> None:
     """Though its group contributes all the time."""
-    harness = Harness(single("slow_rank", 0), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(single("slow_rank", 0), tmp_path)
     (order,) = harness.orders()
     harness.agent(order)
     harness.now += 60
@@ -429,9 +423,7 @@ def test_a_slow_rank_is_disturbed_until_it_was_undone(tmp_path: Path) -> None:
 
 def test_both_ends_of_a_link_are_ordered_and_disturbed(tmp_path: Path) -> None:
     """Each is told the other one; it counts as one shot, and each end is up when its own agent has ended it."""
-    harness = Harness(single("link_dead", 2, params={"peer": 0}), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(single("link_dead", 2, params={"peer": 0}), tmp_path)
     orders = harness.orders()
     assert [(order["replica"], order["rank"], order["params"]) for order in orders] == [
         (2, None, {"seconds": 10.0, "peer": 0}),
@@ -462,9 +454,7 @@ def test_a_link_of_which_one_order_is_not_written_affects_nobody(
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Order, "give", give_first)
-    harness = Harness(single("link_dead", 2, params={"peer": 0}), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(single("link_dead", 2, params={"peer": 0}), tmp_path)
     assert num_given == 2
     assert harness.up() == [0, 1, 2, 3]
     assert not harness.runner.done
@@ -472,9 +462,7 @@ def test_a_link_of_which_one_order_is_not_written_affects_nobody(
 
 def test_a_link_that_one_end_does_not_cut_is_cut_by_the_other(tmp_path: Path) -> None:
     """Then the end that has skipped it is not disturbed by itself."""
-    harness = Harness(single("link_dead", 2, params={"peer": 0}), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(single("link_dead", 2, params={"peer": 0}), tmp_path)
     orders = harness.orders()
     harness.agent(orders[0], params=orders[0]["params"])
     harness.agent(orders[1], "fault_skipped", reason="another fault")
@@ -485,9 +473,7 @@ def test_a_link_that_one_end_does_not_cut_is_cut_by_the_other(tmp_path: Path) ->
 
 def test_a_nan_is_over_when_it_was_left_out(tmp_path: Path) -> None:
     """Any group may tell that; a group that is not named stays disturbed."""
-    harness = Harness(single("nan_gradient", 2), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(single("nan_gradient", 2), tmp_path)
     harness.agent(harness.orders()[0])
     harness.says(0, "gradient_excluded", slots=[1])
     harness.commit()
@@ -500,9 +486,7 @@ def test_a_nan_is_over_when_it_was_left_out(tmp_path: Path) -> None:
 def test_a_flip_is_over_after_a_heal_or_an_equal_digest(tmp_path: Path) -> None:
     """A digest from before the flip, or one that nobody shares, says nothing."""
     for healed in (True, False):
-        harness = Harness(single("flip_parameter", 2, 1), tmp_path / str(healed))
-        harness.launch()
-        harness.commit()
+        harness = under_way(single("flip_parameter", 2, 1), tmp_path / str(healed))
         harness.agent(harness.orders()[0], step=harness.step + 1)
         harness.commit(digests={})  # of the step that was under way
         harness.commit(digests={2: "flipped"})
@@ -518,9 +502,7 @@ def test_a_flip_is_over_after_a_heal_or_an_equal_digest(tmp_path: Path) -> None:
 
 def test_a_full_disk_keeps_nobody_from_contributing(tmp_path: Path) -> None:
     """The order may wait for the next checkpoint, and other faults come meanwhile."""
-    harness = Harness(listed((0, "disk_full", None), (0.5, "kill_group", 3)), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(listed((0, "disk_full", None), (0.5, "kill_group", 3)), tmp_path)
     harness.at(1)
     assert harness.processes.sent == [("SIGKILL", [1030, 1031])]
     assert not harness.runner.done
@@ -528,9 +510,7 @@ def test_a_full_disk_keeps_nobody_from_contributing(tmp_path: Path) -> None:
 
 def test_a_donor_is_killed_in_a_heal_that_is_provoked(tmp_path: Path) -> None:
     """First the order to whoever comes, then the kill; no other fault until the donor is known; then both are down."""
-    harness = Harness(listed((0, "kill_donor", 1), (1, "kill_rank", 3), max_down=2), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(listed((0, "kill_donor", 1), (1, "kill_rank", 3), max_down=2), tmp_path)
     (order,) = harness.orders()
     assert [order[name] for name in ("fault", "replica", "rank", "attempt")] == ["kill_donor", None, None, None]
     (told,) = harness.told("fault_injected")
@@ -555,9 +535,7 @@ def test_a_donor_is_killed_in_a_heal_that_is_provoked(tmp_path: Path) -> None:
 
 def test_an_order_that_was_given_up_and_is_carried_out_after_all_counts(tmp_path: Path) -> None:
     """The agent was late; what it did is a fault, though the shot was announced as skipped."""
-    harness = Harness(single("slow_rank", 0), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(single("slow_rank", 0), tmp_path)
     (order,) = harness.orders()
     harness.at(WAIT_SECONDS + 10)
     assert (harness.runner.outcomes.num_hit, harness.runner.outcomes.num_skipped) == (0, 1)
@@ -579,9 +557,7 @@ def test_nothing_is_ordered_when_no_heal_can_be_provoked(tmp_path: Path) -> None
 
 def test_a_group_left_out_by_the_others_is_not_up(tmp_path: Path) -> None:
     """Also without a fault; nor is one whose workers end, leave or hang."""
-    harness = Harness(listed((1e6, "kill_group", 1)), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(listed((1e6, "kill_group", 1)), tmp_path)
     harness.commit(2)
     assert harness.up() == [0, 1, 3]
     harness.commit()
@@ -595,9 +571,7 @@ def test_a_group_left_out_by_the_others_is_not_up(tmp_path: Path) -> None:
 
 def test_another_runners_fault_disturbs_the_group(tmp_path: Path) -> None:
     """Two runners on one job do not both hit the same group unseen."""
-    harness = Harness(listed((1e6, "kill_group", 1)), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(listed((1e6, "kill_group", 1)), tmp_path)
     harness.event("fault_injected", fault="kill_group", target={"replica": 1}, seed=9, shot=0)
     harness.event("fault_injected", fault="sigkill_group", target={"replica": 2}, seed=None)
     harness.event("fault_injected", fault="kill_lighthouse", target={"lighthouse": True}, seed=9, shot=1)
@@ -622,9 +596,7 @@ def test_a_second_launch_in_the_folder_is_another_job(tmp_path: Path) -> None:
 
 def test_workers_that_come_back_under_the_same_attempt_are_a_new_start(tmp_path: Path) -> None:
     """As where a scheduler starts a whole job again: by the pid it shows."""
-    harness = Harness(listed((0, "kill_group", 1)), tmp_path)
-    harness.launch()
-    harness.commit()
+    harness = under_way(listed((0, "kill_group", 1)), tmp_path)
     for rank in range(2):
         harness.says(1, "worker_started", rank, pid=77 + rank)
     harness.commit()
@@ -637,9 +609,7 @@ def replay(folder: Path, seed: int) -> list[tuple[object, ...]]:
     faults = {"kill_rank": 1.0, "kill_group": 1.0, "stop_group": 1.0, "kill_lighthouse": 1.0}
     rule = Every(5.0, faults=faults, params={"stop_group": {"seconds": 2.0}})
     plan = Plan("test", seed, stop_after_seconds=100.0, rules=(rule,))
-    harness = Harness(plan, folder)
-    harness.launch()
-    harness.commit()
+    harness = under_way(plan, folder)
     for second in range(120):
         harness.at(second)
         down = [replica for replica in range(4) if replica not in harness.up()]

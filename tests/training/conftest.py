@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.checkpoint_run import Run
+from titan_ft.training.checkpoint import choice
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +24,9 @@ def world() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_run(world: None, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def make_run(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
     """Make groups that share a folder; closes their checkpoints with the test."""
+    monkeypatch.setattr(choice, "_PAUSE_SECONDS", 0.01)
     runs: list[Run] = []
 
     def make(**more: Any) -> Run:

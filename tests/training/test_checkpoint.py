@@ -72,8 +72,7 @@ from titan_ft.training.checkpoint.manager import SaveError, latest_due  # noqa: 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode: str) -> None:
     """Model, optimizer, scheduler, counters, ledger and lineage of the saved step, whatever was trained meanwhile."""
-    run = make_run(async_mode=mode)
-    run.train(4)
+    run = make_run(async_mode=mode).train(4)
     run.step()
     expected = run.values()
     run.checkpoints.save(5)
@@ -96,8 +95,7 @@ def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode:
 
 def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[..., Run]) -> None:
     """A manifest lies beside the data; the data has the ledger, and what stock torchtitan reads in its place."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     manifest = json.loads((run.folder / "step-5" / MANIFEST).read_text())
     assert len(manifest.pop("save_id")) == 32
     assert len(manifest.pop("table")) == len(manifest.pop("sha256")) == 64
@@ -261,8 +259,7 @@ def test_pauses_are_foreseen(make_run: Callable[..., Run]) -> None:
 def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """While a save is under way none begins; it counts when it is complete; what became due meanwhile follows."""
     gate = Gate(monkeypatch)
-    run = make_run(async_mode="async")
-    run.train(11)
+    run = make_run(async_mode="async").train(11)
     assert run.position.saved == 0
     assert complete_steps(run.folder) == []
     gate.open.set()
@@ -295,8 +292,7 @@ def test_a_save_that_ends_late_does_not_hide_a_later_one(
 ) -> None:
     """Another group has saved a later step meanwhile: that remains the latest one."""
     gate = Gate(monkeypatch)
-    run = make_run(async_mode="async")
-    run.train(5)
+    run = make_run(async_mode="async").train(5)
     run.position.saved = 10
     gate.open.set()
     run.settle()
@@ -310,8 +306,7 @@ def test_the_last_step_is_complete_when_save_returns(
 ) -> None:
     """An asynchronous save under way is waited for, and the last one is synchronous."""
     gate = Gate(monkeypatch)
-    run = make_run(async_mode="async")
-    run.train(5)
+    run = make_run(async_mode="async").train(5)
     threading.Timer(0.2, gate.open.set).start()
     run.step()
     run.checkpoints.save(6, last_step=True)
@@ -348,8 +343,7 @@ def test_the_last_group_to_leave_saves_the_whole_state(
 ) -> None:
     """Whatever is asked of the last save, for training goes on from this one; it is complete at once."""
     adapter = Exporter() if "last_save_in_hf" in last else None
-    run = make_run(async_mode=mode, adapter=adapter, **{"last_save_model_only": True, **last})
-    run.train(7)
+    run = make_run(async_mode=mode, adapter=adapter, **{"last_save_model_only": True, **last}).train(7)
     expected = run.values()
     assert leave(run)
     assert complete_steps(run.folder) == [5, 7]
@@ -369,8 +363,7 @@ def test_a_group_that_saves_nothing_saves_nothing_when_it_leaves(
     make_run: Callable[..., Run], settings: dict[str, Any]
 ) -> None:
     """Its ranks need not even ask each other."""
-    run = make_run(**settings)
-    run.train(2)
+    run = make_run(**settings).train(2)
     run.gathered.clear()
     assert not run.checkpoints.lacks_state()
     assert run.gathered == []
@@ -382,8 +375,7 @@ def test_a_group_that_leaves_waits_for_the_save_under_way(
 ) -> None:
     """And saves again only if its state is a newer one."""
     gate = Gate(monkeypatch)
-    run = make_run(async_mode="async")
-    run.train(5)
+    run = make_run(async_mode="async").train(5)
     for _ in range(newer):
         run.step()
     threading.Timer(0.2, gate.open.set).start()
@@ -405,8 +397,7 @@ def test_a_state_that_could_not_be_saved_before_is_tried_again_by_who_leaves(
 
 def test_a_save_of_a_group_that_leaves_may_fail(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told, as ever, with the step that is left to go back to; a model alone would be no use."""
-    run = make_run()
-    run.train(6)
+    run = make_run().train(6)
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
     assert leave(run)
     (told,) = run.events.named("checkpoint_failed")
@@ -420,8 +411,7 @@ def test_a_save_that_may_be_too_long_for_who_leaves_is_told_and_tried(
     make_run: Callable[..., Run], caplog: pytest.LogCaptureFixture, seconds: float, warns: bool
 ) -> None:
     """By the longest one that a rank of the group knows of."""
-    run = make_run()
-    run.train(6)
+    run = make_run().train(6)
     slowest = iter([2500])
     run.gather = lambda value: [value, next(slowest, 1)]  # type: ignore[method-assign]
     assert leave(run, seconds)
@@ -435,8 +425,7 @@ def test_a_save_that_may_be_too_long_for_who_leaves_is_told_and_tried(
 
 def test_the_last_save_is_made_up_for_by_who_goes_on_from_the_last_step(make_run: Callable[..., Run]) -> None:
     """The groups left with it: the state is whole, and the format that was asked for is yet to come."""
-    left = make_run(adapter=Exporter(), last_save_in_hf=True, last_save_model_only=True)
-    left.train(6)
+    left = make_run(adapter=Exporter(), last_save_in_hf=True, last_save_model_only=True).train(6)
     assert leave(left)
     run = make_run(slot=1, adapter=Exporter(), last_save_in_hf=True, last_save_model_only=True)
     assert run.checkpoints.load()
@@ -511,8 +500,7 @@ def test_who_leaves_sees_whether_another_group_has_begun_to_save(make_run: Calla
 def test_close_waits_for_the_save_under_way(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that leaves in order completes what it has begun."""
     gate = Gate(monkeypatch)
-    run = make_run(async_mode="async")
-    run.train(5)
+    run = make_run(async_mode="async").train(5)
     threading.Timer(0.2, gate.open.set).start()
     run.checkpoints.close()
     assert complete_steps(run.folder) == [5]
@@ -545,8 +533,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
 
 def test_each_save_that_fails_says_what_is_left(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on, and each failure names the step that there is to go back to."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
     run.train(15)
     told = [(each["step"], each["error"], each["latest"]) for each in run.events.named("checkpoint_failed")]
@@ -558,8 +545,7 @@ def test_a_last_save_that_fails_ends_the_group_once_the_others_need_it_no_more(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error comes behind the rounds of the end, is not tried again there, and lets nobody start the group again."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     run.step()
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
     run.checkpoints.save(6, last_step=True)
@@ -574,8 +560,7 @@ def test_a_last_save_that_fails_ends_the_group_once_the_others_need_it_no_more(
 
 def test_the_last_save_in_hugging_faces_format(make_run: Callable[..., Run]) -> None:
     """What is written is the model, converted once, as one file of that format."""
-    run = make_run(adapter=Exporter(), **EXPORT)
-    run.train(6)
+    run = make_run(adapter=Exporter(), **EXPORT).train(6)
     run.checkpoints.save(6, last_step=True)
     run.checkpoints.finish(6)
     run.checkpoints.raise_last_failure()
@@ -595,8 +580,7 @@ IMPORT: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_model_only":
 
 def test_a_model_of_hugging_faces_format_is_begun_with(make_run: Callable[..., Run]) -> None:
     """The model of one run's last save is the first of another, whose optimizer and counters begin anew."""
-    run = make_run(adapter=Exporter(), **EXPORT)
-    run.train(6)
+    run = make_run(adapter=Exporter(), **EXPORT).train(6)
     run.checkpoints.save(6, last_step=True)
     other = make_run(folder="elsewhere", adapter=Exporter(), initial_load_path=str(run.folder / "step-6"), **IMPORT)
     assert other.checkpoints.load()
@@ -644,8 +628,7 @@ def test_a_last_save_that_fails_in_one_format_is_made_in_the_other(
     reason: str,
 ) -> None:
     """The whole training state is there, to go on from or to convert; told once, by an end that is no success."""
-    run = make_run(adapter=Exporter(), **EXPORT)
-    run.train(6)
+    run = make_run(adapter=Exporter(), **EXPORT).train(6)
     with monkeypatch.context() as patch:
         breaks(run, patch)
         run.checkpoints.save(6, last_step=True)
@@ -665,8 +648,7 @@ def test_a_disk_that_stays_full_ends_both_formats(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing can be saved: what was saved before is named."""
-    run = make_run(adapter=Exporter(), **EXPORT)
-    run.train(6)
+    run = make_run(adapter=Exporter(), **EXPORT).train(6)
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fail)
     run.checkpoints.save(6, last_step=True)
@@ -684,8 +666,7 @@ def test_a_rank_that_cannot_merge_its_files_still_meets_the_others(
     """A model in several files is merged by all ranks, which torch lets wait for one that has failed."""
     exporter = Exporter()
     exporter.fqn_to_index_mapping = {"model.weight": 1, "model.bias": 2}
-    run = make_run(adapter=exporter, **EXPORT)
-    run.train(6)
+    run = make_run(adapter=exporter, **EXPORT).train(6)
     met: list[str] = []
     barrier = dist.barrier
     monkeypatch.setattr(
@@ -710,8 +691,7 @@ def test_a_disk_with_room_for_the_model_gets_that(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
     """What can be saved of the last step is saved, if not to go on from then to begin with."""
-    run = make_run(adapter=Exporter(), **asked)
-    run.train(6)
+    run = make_run(adapter=Exporter(), **asked).train(6)
     write = FileSystemWriter.write_data
 
     def write_what_fits(writer: FileSystemWriter, plan: Any, planner: Any) -> Any:
@@ -739,8 +719,7 @@ def test_what_cannot_be_exported_is_told_at_the_start(make_run: Callable[..., Ru
 
 def test_an_export_that_fails_on_another_rank_fails_on_this_one(make_run: Callable[..., Run]) -> None:
     """Else this rank would go into a collective in which the other one never comes."""
-    run = make_run(adapter=Exporter(), **EXPORT)
-    run.train(6)
+    run = make_run(adapter=Exporter(), **EXPORT).train(6)
     flags = [1]  # the other rank's, at the first agreement of the save: it could not convert
 
     def gather(value: int) -> list[int]:
@@ -761,8 +740,7 @@ def test_a_save_that_keeps_the_others_waiting_too_long_is_warned_of(
     """A synchronous save longer than join_timeout_ms costs the writer its place in the quorum: say what to change."""
     said: list[str] = []
     monkeypatch.setattr("titan_ft.training.checkpoint.manager.logger.warning", lambda text, *_: said.append(text))
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     assert said == []
     run.config.fault_tolerance.join_timeout_ms = 0.001
     run.train(10)
@@ -833,8 +811,7 @@ def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_what_was_saved_of_a_corrupt_state_is_withdrawn(make_run: Callable[..., Run], mode: str) -> None:
     """Only what was saved behind the last digest that all had alike goes, a save that is not settled yet included."""
-    run = make_run(async_mode=mode)
-    run.train(5)
+    run = make_run(async_mode=mode).train(5)
     run.checkpoints._settle(wait=True)
     run.position.agreed = 5
     run.train(10)
@@ -909,8 +886,7 @@ def test_two_groups_publish_the_same_step(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_purge_counts_complete_checkpoints(make_run: Callable[..., Run]) -> None:
     """keep_latest_k keeps that many complete ones, however many partial folders there are."""
-    run = make_run(keep_latest_k=2)
-    run.train(10)
+    run = make_run(keep_latest_k=2).train(10)
     for step in (11, 12, 13):
         (run.folder / f"step-{step}").mkdir()
     run.train(13)
@@ -1281,8 +1257,7 @@ def test_rounds_of_another_length_are_refused(
 
 def test_a_checkpoint_that_does_not_tell_its_rounds_is_taken(make_run: Callable[..., Run]) -> None:
     """It is of an earlier version; a model to begin with may be of any rounds."""
-    run = make_run(method={"semi_sync_method": "diloco", "sync_steps": 5})
-    run.train(5)
+    run = make_run(method={"semi_sync_method": "diloco", "sync_steps": 5}).train(5)
     write_as_earlier(run.folder / "step-5", round_steps=0)
     assert make_run().checkpoints.load()
 
@@ -1302,8 +1277,7 @@ def test_another_number_of_shards_resets_the_data(make_run: Callable[..., Run]) 
 
 def test_the_same_shards_in_other_groups_go_on(make_run: Callable[..., Run]) -> None:
     """Four groups of one data rank and two groups of two read the same four shards."""
-    run = make_run(slots=4)
-    run.train(5)
+    run = make_run(slots=4).train(5)
     for slot in (0, 1, 2, 3):
         run.ledger.advance([Entry(slot, 5, slot, loader_state(slot))], [])
     run.progress.step = 9
@@ -1357,8 +1331,7 @@ def test_a_stock_checkpoint_is_taken_without_its_data(make_run: Callable[..., Ru
 
 def test_a_model_alone_is_no_training_state(make_run: Callable[..., Run]) -> None:
     """A checkpoint of last_save_model_only is refused as a training state, with the ways out; and loads as a model."""
-    run = make_run(last_save_model_only=True)
-    run.train(6)
+    run = make_run(last_save_model_only=True).train(6)
     run.checkpoints.save(6, last_step=True)
     with pytest.raises(ConfigError, match=r"step-6 must hold a training state, got a model only.*load_step"):
         make_run().checkpoints.load(6)
@@ -1371,8 +1344,7 @@ def test_a_model_alone_is_no_training_state(make_run: Callable[..., Run]) -> Non
 
 def test_a_run_that_was_lost_behind_its_last_save_comes_back(make_run: Callable[..., Run]) -> None:
     """Though that is of the model only by torchtitan's default: the one before is loaded; alone it is refused."""
-    run = make_run(last_save_model_only=True, keep_latest_k=2)
-    run.train(6)
+    run = make_run(last_save_model_only=True, keep_latest_k=2).train(6)
     run.checkpoints.save(6, last_step=True)
     other = make_run()
     assert other.checkpoints.load()
@@ -1385,8 +1357,7 @@ def test_a_run_that_was_lost_behind_its_last_save_comes_back(make_run: Callable[
 
 def test_initial_load_path_counts_until_there_is_a_complete_checkpoint(make_run: Callable[..., Run]) -> None:
     """A run whose first writer died in its first save begins with the given model again, not with a random one."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     other = make_run(folder="elsewhere", initial_load_path=str(run.folder / "step-5"), initial_load_model_only=False)
     (run.folder.parent / "elsewhere" / "partial-5-group-0").mkdir(parents=True)
     assert other.checkpoints.load()

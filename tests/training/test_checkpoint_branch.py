@@ -13,16 +13,10 @@ import torch
 
 from tests.checkpoint_run import Run, assert_equal
 from titan_ft.config import ConfigError
-from titan_ft.training.checkpoint import choice as checkpoint_choice
 from titan_ft.training.checkpoint import folder as checkpoint_folder
 from titan_ft.training.checkpoint.folder import MANIFEST, Manifest, complete_steps, publish
 
 MakeRun = Callable[..., Run]
-
-
-@pytest.fixture(autouse=True)
-def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_choice, "_PAUSE_SECONDS", 0.01)
 
 
 def begin(make_run: MakeRun, **settings: object) -> Run:
@@ -92,8 +86,7 @@ def test_a_requeued_array_of_slurm_is_the_same_job(make_run: MakeRun, monkeypatc
 
 def test_steps_that_a_job_has_turned_away_from_are_set_aside(make_run: MakeRun) -> None:
     """With its first save of its own: nothing is deleted, and the latest is the new branch's from then on."""
-    first = make_run(job_id="first")
-    first.train(20)
+    first = make_run(job_id="first").train(20)
     weights = first.model.weight.detach().clone()
     run = begin(make_run, job_id="second", load_step=10)
     with torch.no_grad():
@@ -114,8 +107,7 @@ def test_steps_that_a_job_has_turned_away_from_are_set_aside(make_run: MakeRun) 
 
 def test_steps_before_the_first_save_of_the_new_branch_are_set_aside(make_run: MakeRun) -> None:
     """If that save is damaged, the next launch went on from step 12 of the branch that was turned away from."""
-    first = make_run(job_id="first")
-    first.train(12)
+    first = make_run(job_id="first").train(12)
     first.checkpoints.save(12, last_step=True)
     run = begin(make_run, job_id="second", load_step=10)
     run.train(15)
@@ -153,8 +145,7 @@ def test_the_new_branch_is_not_purged_before_the_old_one(make_run: MakeRun) -> N
 
 def test_damaged_later_steps_do_not_count_for_keep_latest_k(make_run: MakeRun) -> None:
     """A job that went back before them keeps as many sound ones as it was asked to."""
-    run = make_run(job_id="first")
-    run.train(20)
+    run = make_run(job_id="first").train(20)
     for step in (15, 20):
         (run.folder / f"step-{step}" / "__0_0.distcp").write_bytes(b"")
     again = begin(make_run, job_id="first", keep_latest_k=2)
@@ -166,8 +157,7 @@ def test_damaged_later_steps_do_not_count_for_keep_latest_k(make_run: MakeRun) -
 
 def test_a_damaged_step_pushes_out_no_sound_one(make_run: MakeRun) -> None:
     """Of 5, 10, 12 (damaged) and 15 it kept 12 and 15, and deleted the step that the job had gone on from."""
-    run = make_run()
-    run.train(12)
+    run = make_run().train(12)
     run.checkpoints.save(12, last_step=True)
     (run.folder / "step-12" / "__0_0.distcp").write_bytes(b"")
     again = begin(make_run, keep_latest_k=2)
@@ -184,8 +174,7 @@ def test_a_step_that_cannot_be_read_just_now_pushes_out_no_sound_one(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be damaged."""
-    run = make_run(keep_latest_k=2)
-    run.train(10)
+    run = make_run(keep_latest_k=2).train(10)
 
     def look(folder: Path) -> str:
         if folder.name == "step-10":
@@ -332,8 +321,7 @@ def test_a_publication_that_fails_leaves_the_former_checkpoint(tmp_path: Path, m
 
 def test_the_remains_of_a_deletion_are_in_nobodys_way(make_run: MakeRun) -> None:
     """A purge that was killed left half of step 5, and the job saves step 5 again, and purges it."""
-    run = make_run(keep_latest_k=2)
-    run.train(5)
+    run = make_run(keep_latest_k=2).train(5)
     shutil.copytree(run.folder / "step-5", run.folder / "partial-5-purged")
     run.train(15)
     run.checkpoints.close()

@@ -38,11 +38,6 @@ Damage = Callable[[Path], None]
 MakeRun = Callable[..., Run]
 
 
-@pytest.fixture(autouse=True)
-def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_choice, "_PAUSE_SECONDS", 0.01)
-
-
 def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
@@ -127,8 +122,7 @@ def test_damage_that_tables_show_costs_no_start(make_run: MakeRun, name: str, by
     damage, reason = SHOWN_BY_TABLES[name]
     if reason.startswith(".metadata cannot") and not by_earlier:
         reason = ".metadata is not what was written"
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     expected = run.values()
     run.train(10)
     if by_earlier:
@@ -153,8 +147,7 @@ def flips(data: bytes, every: int = 1) -> Iterator[bytes]:
 @pytest.mark.parametrize("name", [".metadata", MANIFEST])
 def test_a_flipped_bit_in_a_table_is_damage(make_run: MakeRun, name: str) -> None:
     """It ended the job as another model's, was loaded with new data, or stopped each start without a note."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     folder = run.folder / "step-5"
     before = (folder / name).read_bytes()
     manifest = Manifest.read(folder)
@@ -171,8 +164,7 @@ def test_a_flipped_bit_in_a_table_is_damage(make_run: MakeRun, name: str) -> Non
 
 def test_a_flipped_bit_in_an_earlier_versions_table_never_stops_the_search(make_run: MakeRun) -> None:
     """Whatever reading it raises is a defect, or none: the search goes on to the older ones."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     folder = run.folder / "step-5"
     write_as_earlier(folder)
     before = (folder / ".metadata").read_bytes()
@@ -185,8 +177,7 @@ def test_a_flipped_bit_in_an_earlier_versions_table_never_stops_the_search(make_
 
 def test_a_flipped_bit_in_the_index_of_an_export_is_damage(make_run: MakeRun) -> None:
     """Its table has a digest as DCP's has."""
-    run = make_run(adapter=Exporter(), **EXPORT)
-    run.train(6)
+    run = make_run(adapter=Exporter(), **EXPORT).train(6)
     run.checkpoints.save(6, last_step=True)
     folder = run.folder / "step-6"
     assert find_defect(folder) == ""
@@ -199,8 +190,7 @@ def test_a_table_that_breaks_the_plan_of_a_load_is_damage(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """It counted as another model's, which ends the job."""
-    run = make_run()
-    run.train(10)
+    make_run().train(10)
     other = make_run()
 
     def break_plan(*_: Any) -> None:
@@ -213,8 +203,7 @@ def test_a_table_that_breaks_the_plan_of_a_load_is_damage(
 
 def test_a_folder_that_has_lost_its_tables_is_not_begun_anew(make_run: MakeRun) -> None:
     """It was passed over without a word, and training began at step 0."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     for name in (MANIFEST, ".metadata"):
         (run.folder / "step-5" / name).unlink()
     with pytest.raises(ConfigError, match=r"must hold a training state .*got step 5 \(\.metadata is missing\)"):
@@ -223,8 +212,7 @@ def test_a_folder_that_has_lost_its_tables_is_not_begun_anew(make_run: MakeRun) 
 
 def test_a_group_that_heals_does_not_speak_of_damage(make_run: MakeRun) -> None:
     """It loads nothing, so it passes nothing over."""
-    run = make_run()
-    run.train(10)
+    run = make_run().train(10)
     rewrite(data_of(run.folder / "step-10"), lambda data: b"")
     joiner = make_run(slot=1)
     joiner.heals = True
@@ -285,8 +273,7 @@ FOUND_BY_THE_LOAD: dict[str, tuple[Callable[[Run], Callable[[bytes], bytes]], st
 def test_damage_that_a_load_finds_is_passed_over_by_the_next_start(make_run: MakeRun, name: str) -> None:
     """Of every group: the step was announced by then, so this start takes no other one, and leaves a note."""
     make, reason = FOUND_BY_THE_LOAD[name]
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     expected = run.values()
     run.train(10)
     data = data_of(run.folder / "step-10")
@@ -321,8 +308,7 @@ def test_damage_that_a_load_finds_is_passed_over_by_the_next_start(make_run: Mak
 
 def test_a_note_does_not_hold_for_the_checkpoint_that_comes_in_its_place(make_run: MakeRun) -> None:
     """The job saves the step again: it is sound now. And a note that comes late is of the former one."""
-    run = make_run()
-    run.train(10)
+    run = make_run().train(10)
     rewrite(data_of(run.folder / "step-10"), _flip(run))
     with pytest.raises(LoadError):
         make_run().load()
@@ -341,8 +327,7 @@ def test_a_note_does_not_hold_for_the_checkpoint_that_comes_in_its_place(make_ru
 @pytest.mark.parametrize("found_by", ["tables", "load"])
 def test_without_a_sound_one_the_job_ends_with_one_line(make_run: MakeRun, found_by: str) -> None:
     """Neither does it begin anew, nor is it started again and again."""
-    run = make_run()
-    run.train(10)
+    run = make_run().train(10)
     rewrite(data_of(run.folder / "step-5"), lambda data: data[:-1])
     rewrite(data_of(run.folder / "step-10"), _flip(run) if found_by == "load" else lambda data: data[:-1])
     if found_by == "load":
@@ -359,8 +344,7 @@ def test_without_a_sound_one_the_job_ends_with_one_line(make_run: MakeRun, found
 @pytest.mark.parametrize("found_by", ["tables", "load"])
 def test_the_checkpoint_that_was_asked_for_is_not_replaced_by_another(make_run: MakeRun, found_by: str) -> None:
     """checkpoint.load_step = 10: it is refused, and the sound ones are named."""
-    run = make_run()
-    run.train(15)
+    run = make_run().train(15)
     rewrite(data_of(run.folder / "step-10"), lambda data: bytes(len(data)) if found_by == "load" else data[:-1])
     if found_by == "load":
         with pytest.raises(LoadError, match=r"step-10 is damaged: .*load_step = 10 allows no other one"):
@@ -374,8 +358,7 @@ def test_the_checkpoint_that_was_asked_for_is_not_replaced_by_another(make_run: 
 @pytest.mark.parametrize("step", [-1, 10, 99])
 def test_a_group_that_comes_back_needs_no_checkpoint(make_run: MakeRun, step: int) -> None:
     """The disk was damaged while the job trained: that must not end the group that is started again, nor the run."""
-    run = make_run()
-    run.train(10)
+    run = make_run().train(10)
     for path in run.folder.iterdir():
         rewrite(data_of(path), lambda data: data[:-1])
     joiner = make_run(slot=1, load_step=step)
@@ -388,8 +371,7 @@ def test_a_group_that_comes_back_needs_no_checkpoint(make_run: MakeRun, step: in
 
 def test_a_group_whose_load_fails_alone_heals_from_the_others(make_run: MakeRun) -> None:
     """Its memory may be bad: without another checkpoint it must not end for good while they go on."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     rewrite(data_of(run.folder / "step-5"), _flip(run))
     with pytest.raises(LoadError) as raised:
         make_run().load()
@@ -427,8 +409,7 @@ def test_what_stock_torchtitan_has_saved_is_looked_through_too(make_run: MakeRun
 @pytest.mark.parametrize("last", [{"last_save_model_only": True}, EXPORT])
 def test_a_model_without_a_manifest_is_passed_over(make_run: MakeRun, last: dict[str, Any]) -> None:
     """As stock torchtitan's last save, which is of the model only too: the load ended the job."""
-    run = make_run(adapter=Exporter(), **last)
-    run.train(5)
+    run = make_run(adapter=Exporter(), **last).train(5)
     expected = run.values()
     run.train(7)
     run.checkpoints.save(7, last_step=True)
@@ -440,8 +421,7 @@ def test_a_model_without_a_manifest_is_passed_over(make_run: MakeRun, last: dict
 
 def test_a_seed_checkpoint_is_what_a_job_begins_with(make_run: MakeRun) -> None:
     """torchtitan's `step-0` is of the model only. A damaged later step is no reason not to begin there."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     dcp.save(run.model.state_dict(), checkpoint_id=str(run.folder / "step-0"))
     (run.folder / "step-5" / MANIFEST).write_text("{")
     choice = agree_on_step(LoadRequest(str(run.folder), find_defect), 0, lambda value: [value])
@@ -451,8 +431,7 @@ def test_a_seed_checkpoint_is_what_a_job_begins_with(make_run: MakeRun) -> None:
 
 def test_more_bytes_than_the_table_names_are_no_damage(make_run: MakeRun) -> None:
     """DCP reads by place and length."""
-    run = make_run()
-    run.train(10)
+    run = make_run().train(10)
     rewrite(data_of(run.folder / "step-10"), lambda data: data + b"more")
     other = make_run()
     assert other.load()
@@ -462,8 +441,7 @@ def test_more_bytes_than_the_table_names_are_no_damage(make_run: MakeRun) -> Non
 
 def test_other_settings_are_no_damage(make_run: MakeRun) -> None:
     """A checkpoint that lacks a key of this run's optimizer is refused, and left as it is for others."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     del run.checkpoints.states["optimizer"]
     run.train(10)
     with pytest.raises(ConfigError, match="Missing key in checkpoint state_dict: optimizer"):
@@ -473,8 +451,7 @@ def test_other_settings_are_no_damage(make_run: MakeRun) -> None:
 
 def test_other_ranks_and_parts_are_not_compared(make_run: MakeRun) -> None:
     """A digest is of the ranks' shards; of the parts that are not loaded there is none."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     names = json.loads((run.folder / "step-5" / MANIFEST).read_text())["digests"]
     digests = dict.fromkeys(names, f"{1:012x}{2:012x}")  # of another layout
     write_as_earlier(run.folder / "step-5", digests=digests)
@@ -487,8 +464,7 @@ def test_other_ranks_and_parts_are_not_compared(make_run: MakeRun) -> None:
 @pytest.mark.parametrize("counter", ["step", "lineage"])
 def test_counters_are_compared_with_the_manifest_for_any_number_of_ranks(make_run: MakeRun, counter: str) -> None:
     """Also where the digest is of another layout."""
-    run = make_run()
-    run.train(10)
+    run = make_run().train(10)
     value = {"step": 9, "lineage": "0" * 12}[counter]
     write_as_earlier(run.folder / "step-10", digests={}, **{counter: value})
     with pytest.raises(LoadError, match=f"the {counter} in it is "):
@@ -507,8 +483,7 @@ def test_a_file_server_that_is_away_for_a_moment_is_no_damage(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """The newest one is loaded when it answers."""
-    run = make_run()
-    run.train(10)
+    make_run().train(10)
     looks, read = itertools.count(), FileSystemReader.read_metadata
 
     def fail_at_first(reader: FileSystemReader, *args: Any, **more: Any) -> Any:
@@ -528,8 +503,7 @@ def test_a_checkpoint_that_stays_unreadable_is_passed_over(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """For this start: it may be sound, so nothing is noted."""
-    run = make_run()
-    run.train(10)
+    run = make_run().train(10)
     read = FileSystemReader.read_metadata
 
     def fail(reader: FileSystemReader, *args: Any, **more: Any) -> Any:
@@ -551,8 +525,7 @@ def test_a_checkpoint_that_stays_unreadable_is_passed_over(
 
 def test_one_glance_does_not_make_damage(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another group replaces the checkpoint while this one looks at it: the first look sees half of the files."""
-    run = make_run()
-    run.train(10)
+    make_run().train(10)
     looks = itertools.count()
 
     def look(folder: Path) -> str:
@@ -568,8 +541,7 @@ def test_loads_that_fail_for_the_file_system_are_tried_again_but_not_for_ever(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server may be away for a moment. Three starts that could not read the data have an older one loaded."""
-    run = make_run()
-    run.train(10)
+    make_run().train(10)
 
     def fail(*_: Any) -> None:
         raise _error(errno.EIO)
@@ -590,8 +562,7 @@ def test_loads_that_fail_for_the_file_system_are_tried_again_but_not_for_ever(
 
 def test_a_file_without_permission_is_passed_over_at_once(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a minute nor a hundred starts give the permission; the reason is in the event."""
-    run = make_run()
-    run.train(10)
+    make_run().train(10)
 
     def fail(*_: Any) -> None:
         raise _error(errno.EACCES)
@@ -610,8 +581,7 @@ def test_a_file_that_vanishes_in_the_load_is_damage_if_it_stays_away(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To DCP that is an error of the file system; the tables tell."""
-    run = make_run()
-    run.train(10)
+    run = make_run().train(10)
     other = make_run()
     monkeypatch.setattr(other, "heals_instead", lambda _: data_of(run.folder / "step-10").unlink() and False)
     with pytest.raises(LoadError, match=r"step-10 is damaged: __0_0\.distcp is missing; .* step 5"):
@@ -622,8 +592,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_called_damaged(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes are of two saves. The next start finds the new one, which has no note."""
-    run = make_run()
-    run.train(10)
+    run = make_run().train(10)
     other = make_run()
 
     def replace_and_fail(*_: Any) -> None:
@@ -642,8 +611,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_called_damaged(
 
 def test_a_folder_that_is_for_reading_only_gets_no_note(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next start would choose the same one again: the line says what to set."""
-    run = make_run()
-    run.train(10)
+    run = make_run().train(10)
     rewrite(data_of(run.folder / "step-10"), _flip(run))
 
     def refuse(*_: Any) -> None:
@@ -676,8 +644,7 @@ def test_a_folder_that_will_never_do_is_refused_at_once(make_run: MakeRun, monke
 
 def test_damage_that_one_rank_finds_ends_all(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks end alike, and one note is left."""
-    run = make_run()
-    run.train(10)
+    run = make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     monkeypatch.setattr(
         "titan_ft.training.checkpoint.load.Load.check",
@@ -702,8 +669,7 @@ def _raise_damage(ranks: Ranks) -> None:
 
 def test_what_rank_0_finds_damaged_is_passed_over_by_all(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others load what it has chosen, whatever they see themselves."""
-    run = make_run()
-    run.train(10)
+    make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     monkeypatch.setattr(
         "titan_ft.training.checkpoint.manager.find_defect",
@@ -720,8 +686,7 @@ def test_what_rank_0_finds_damaged_is_passed_over_by_all(make_run: MakeRun, monk
 
 def test_a_damaged_model_to_begin_with_is_refused(make_run: MakeRun) -> None:
     """There is no other one: the line names it."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     source = run.folder / "step-5"
     cut = shutil.copytree(source, run.folder.parent / "cut")
     rewrite(data_of(cut), lambda data: data[:-1])
@@ -735,8 +700,7 @@ def test_a_damaged_model_to_begin_with_is_refused(make_run: MakeRun) -> None:
 
 def test_a_damaged_model_of_hugging_faces_format_is_refused(make_run: MakeRun) -> None:
     """The file is named, in place of what its parser says."""
-    run = make_run(adapter=Exporter(), **EXPORT)
-    run.train(6)
+    run = make_run(adapter=Exporter(), **EXPORT).train(6)
     run.checkpoints.save(6, last_step=True)
     folder = run.folder / "step-6"
     (path,) = folder.glob("*.safetensors")
@@ -755,8 +719,7 @@ def test_a_damaged_model_of_hugging_faces_format_is_refused(make_run: MakeRun) -
 
 def test_a_save_that_cannot_be_read_back_is_not_published(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system may report an error of writing to nobody."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     finish = FileSystemWriter.finish
 
     def cut(writer: FileSystemWriter, **more: Any) -> None:

@@ -41,8 +41,7 @@ def export(make_run: MakeRun, index: Mapping[str, int] | None, **more: Any) -> R
     """Train a group that ends with an export by a table of names and file numbers."""
     exporter = Exporter()
     exporter.fqn_to_index_mapping = None if index is None else dict(index)
-    run = make_run(adapter=exporter, **{**EXPORT, **more})
-    run.train(6)
+    run = make_run(adapter=exporter, **{**EXPORT, **more}).train(6)
     run.checkpoints.save(6, last_step=True)
     return run
 

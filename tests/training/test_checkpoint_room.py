@@ -54,8 +54,7 @@ def test_what_a_failed_save_has_written_is_removed_at_once(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """It would keep the disk full, so that all later saves failed."""
-    run = make_run(async_mode=mode)
-    run.train(4)
+    run = make_run(async_mode=mode).train(4)
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemWriter, "write_data", fail_half)
         run.train(5)
@@ -83,8 +82,7 @@ def test_the_file_system_is_asked_for_what_torch_does_not_say(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, number: int, said: str
 ) -> None:
     """Its zip writer speaks of positions; another reason is left as it is."""
-    run = make_run()
-    run.train(4)
+    run = make_run().train(4)
     monkeypatch.setattr(FileSystemWriter, "write_data", fail_in_torch)
     if number:
         monkeypatch.setattr(checkpoint_save.os, "fsync", refuse(number))
@@ -96,8 +94,7 @@ def test_the_file_system_is_asked_for_what_torch_does_not_say(
 
 def test_a_manifest_that_finds_no_room_fails_the_save(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data had just enough: nothing is published, and nothing left."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
 
     def write(_: Manifest, folder: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -114,8 +111,7 @@ def test_the_last_save_is_tried_in_another_way_with_all_room_there_is(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of an export is gone before the whole training state is written."""
-    run = make_run(adapter=Exporter(), **EXPORT)
-    run.train(6)
+    run = make_run(adapter=Exporter(), **EXPORT).train(6)
     write, seen = FileSystemWriter.write_data, []
 
     def look_and_write(writer: FileSystemWriter, *args: Any) -> Any:
@@ -194,8 +190,7 @@ def test_a_real_disk_that_is_full(make_run: MakeRun, small_disk: Path, mode: str
 @pytest.mark.parametrize("heals", [False, True])
 def test_a_start_removes_what_its_group_left(make_run: MakeRun, heals: bool) -> None:
     """Of any step. What another group is writing stays."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     for name in ("partial-3-group-0", "partial-10-group-0", "partial-10-group-0-replaced", "partial-10-group-1"):
         (run.folder / name / "sharded").mkdir(parents=True)
     again = make_run()
@@ -207,8 +202,7 @@ def test_a_start_removes_what_its_group_left(make_run: MakeRun, heals: bool) -> 
 
 def test_a_job_that_only_loads_removes_nothing(make_run: MakeRun) -> None:
     """The folder is another job's, which may be writing."""
-    run = make_run()
-    run.train(5)
+    run = make_run().train(5)
     (run.folder / "partial-10-group-0").mkdir()
     assert make_run(load_only=True).load()
     assert run.names() == ["partial-10-group-0", "step-5"]
