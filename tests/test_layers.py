@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -60,6 +61,64 @@ def test_mutmut_changes_and_runs_files_that_exist() -> None:
     settings = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
     assert all(list(ROOT.glob(pattern)) for pattern in settings["only_mutate"])
     assert all((ROOT / test).is_file() for test in settings["pytest_add_cli_args_test_selection"])
+
+
+_SENTENCES = {"reason", "error", "text", "message", "statement"}
+"""Names of fields and variables that hold a sentence for people."""
+_PARTS = {"startswith", "endswith", "removeprefix", "partition", "find", "index"}
+_PATTERNS = {"search", "match", "fullmatch", "findall"}
+_MAY_READ = {
+    "titan_ft/faults/schema.py",  # msgspec names the field in its text only
+    "titan_ft/host/release.py",  # cuts the path of a module off an ImportError's text
+    "titan_ft/launch/group/own_end.py",  # PyTorch raises one class for all errors of CUDA
+    "titan_ft/run/error_file.py",  # Gloo's RuntimeError, and a DataLoader's error, which is made of a text
+    "titan_ft/run/events.py",  # "TYPE: message", the form of `WorkerError.text`
+    "titan_ft/training/checkpoint/damage.py",  # DCP swallows the error of the table's file
+}
+
+
+def test_no_code_reads_sentences() -> None:
+    """Facts are in types, codes and fields: whoever words a sentence anew changes no decision."""
+    readers = set()
+    for path in (ROOT / "titan_ft").rglob("*.py"):
+        if any(map(_reads_a_sentence, ast.walk(ast.parse(path.read_text())))):
+            readers.add(str(path.relative_to(ROOT)))
+    assert readers == _MAY_READ
+
+
+def _reads_a_sentence(node: ast.AST) -> bool:
+    match node:
+        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[right]):
+            return _is_sentence(right) or (_is_sentence(left) and _is_given(right))
+        case ast.Compare(left=left, ops=[ast.Eq() | ast.NotEq()], comparators=[right]):
+            return any(_is_sentence(a) and _is_given(b) for a, b in ((left, right), (right, left)))
+        case ast.Call(func=ast.Attribute(value=value, attr=name), args=arguments):
+            is_cut = name in _PARTS and _is_sentence(value)
+            return is_cut or (name in _PATTERNS and any(map(_is_sentence, arguments)))
+    return False
+
+
+def _is_sentence(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name in _SENTENCES
+        case ast.Call(func=ast.Name(id="str" | "repr"), args=[ast.Name(id=name)]):
+            return name in {"error", "cause"}
+    return False
+
+
+def _is_given(node: ast.AST) -> bool:
+    """Return whether an expression is a text, or some of them, that is written in the code."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return bool(text)
+        case ast.Tuple() | ast.List() | ast.Set():
+            return True
+        case ast.Name(id=name):
+            return name.isupper()
+        case ast.Attribute(value=ast.Name(id=module), attr=name):
+            return module.islower() and name.isupper()
+    return False
 
 
 def run(code: str, cwd: Path = ROOT) -> str:

@@ -146,19 +146,39 @@ def test_group_that_the_others_go_on_without_has_failed(cause: Event | None, nam
 
 
 @pytest.mark.parametrize(
-    ("told", "name"),
+    ("told", "name", "category"),
     [
-        ({"event": "peer_silent", "slots": [1], "seconds": 2.0}, "silent"),
-        ({"event": "link_dead", "slots": [1]}, "out of reach"),
-        ({"event": "digest_mismatch", "step": 3, "minority": [1]}, "other digest"),
+        ({"event": "peer_silent", "slots": [1], "seconds": 2.0}, "silent", "network"),
+        ({"event": "link_dead", "slots": [1]}, "out of reach", "network"),
+        ({"event": "digest_mismatch", "step": 3, "minority": [1]}, "other digest", "wrong numbers"),
     ],
 )
-def test_what_was_seen_of_a_group_that_dropped_out(told: dict[str, Any], name: str) -> None:
+def test_what_was_seen_of_a_group_that_dropped_out(told: dict[str, Any], name: str, category: str) -> None:
     """A failure that nobody injected is named by what the others saw."""
     kind = told.pop("event")
     events = [*begun_run(), say(14.0, kind, 0, **told), commit(14.5, 4, 0, participants=[0])]
     (failure,) = find_failures(RunRecord(events))
     assert (failure.cause, failure.rejoin_seconds) == (name, None)
+    (incident,) = stalls(events)
+    assert incident.category == category
+
+
+@pytest.mark.parametrize(
+    ("end", "category"),
+    [
+        (say(12.6, "agent_ended", 1, signal="SIGKILL"), "process killed"),
+        (say(12.6, "agent_ended", 1, code=1), "error raised"),
+        (say(12.6, "worker_exited", 1, signal="SIGSEGV"), "process killed"),
+        (say(12.6, "worker_exited", 1, code=7), "error raised"),
+        (say(12.6, "worker_exited", 1, code=1, error="SIGNAL: lost"), "error raised"),
+        (say(12.6, "worker_exited", 1, code=1, error="Boom"), "error raised"),
+    ],
+)
+def test_category_of_an_end_that_nobody_injected(end: Event, category: str) -> None:
+    """It follows from the signal or the exit code, whatever the exception is called."""
+    away = commit(14.5, 4, 0, participants=[0])
+    (incident,) = stalls([*begun_run(), end, away])
+    assert incident.category == category
 
 
 def test_an_exchange_that_broke_is_a_failure_of_no_group() -> None:

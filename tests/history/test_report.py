@@ -35,11 +35,12 @@ from titan_ft.history.report.facts import (
     goodput_terms,
     report_figures,
 )
+from titan_ft.history.report.failed import excerpt, find_failed
 from titan_ft.history.report.interactive import figure
 from titan_ft.history.report.layers import Band, Bars, Boxes, Chart, Line, Marks, Rules
 from titan_ft.history.report.page import write_report
 from titan_ft.history.report.phases import Phase, find_phases
-from titan_ft.history.report.style import DETAILS, GLYPHS, OTHER, STATES, category
+from titan_ft.history.report.style import DETAILS, GLYPHS, OTHER, STATES, mark_of
 from titan_ft.history.report.thinning import MAX_BOXES, thin_rows
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
@@ -549,6 +550,20 @@ def test_why_it_failed_is_on_the_page(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSEGV"])
+def test_log_of_a_killed_process_explains_nothing(tmp_path: Path, signal: str) -> None:
+    """SIGKILL leaves nothing in a log; any other signal may have left stacks there."""
+    job = Job(2)
+    job.train(BEGIN + 10)
+    log = RunPaths(tmp_path).logs(1, 0, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("last words\n")
+    job._log(job.time, "worker_exited", 1, reason="", stopped=False, signal=signal)
+    (failed,) = find_failed(RunRecord(job.finish()))
+    assert failed.reason.signal == signal
+    assert excerpt(failed.reason, tmp_path) == ([] if signal == "SIGKILL" else ["last words"])
+
+
 def test_empty_run_is_one_sentence(tmp_path: Path) -> None:
     """No axis from 0 to 10 ms, no group of 0 ranks: nothing but what the outcome says."""
     page = read_page([build(named("launch_finished"), time=BEGIN, code=1, reason="a port is in use")], tmp_path)
@@ -757,8 +772,9 @@ def test_every_state_and_fault_has_its_look() -> None:
     """One colour per state, words for each fine state, and a mark for each fault of the catalogue."""
     assert set(intervals.STATES) == DETAILS.keys()
     assert all(look.meaning.endswith(".") for look in STATES.values())
-    assert {category(kind)[1] for kind in FAULTS} <= GLYPHS.keys()
-    assert {kind for kind in FAULTS if category(kind) == OTHER} == set()
+    marks = {name: mark_of(kind.category) for name, kind in FAULTS.items()}
+    assert {symbol for _, symbol in marks.values()} <= GLYPHS.keys()
+    assert OTHER not in marks.values()
 
 
 def test_import_is_light() -> None:

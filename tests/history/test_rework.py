@@ -101,7 +101,7 @@ def test_going_back_once_is_told_beside_the_verdict() -> None:
     verdicts = run.verdicts()
     work = run.work()
     assert work.verdict == "holds"
-    assert work.statement.startswith(text)
+    assert verdicts[4].statement.startswith(text)
     shown = text_of(check_table(verdicts)).splitlines()
     assert text in shown[1]
     assert "made again" in text_of(summary_table(summarize(RunRecord(run.events))))

@@ -39,7 +39,8 @@ def ended(
         (ended(code=1), True),  # a library's exit: nobody knows why
         (ended(code=1, error="AcceleratorError: CUDA error: uncorrectable ECC error encountered"), True),
         (ended(code=1, error="RuntimeError: No CUDA GPUs are available"), True),
-        (ended(code=1, error="HungError: no progress of the training thread for 600 s"), True),  # a GPU, or a disk
+        (ended(code=1, error="HungError: no progress", error_kind="HungError"), True),  # a GPU, or a disk
+        (ended(code=1, error="HungError: of a library", error_kind="Error"), False),
         (ended(code=1, error="KeyError: 'tokens'"), False),  # would exclude every host that it comes to
         (ended(code=1, error="AcceleratorError: CUDA error: device-side assert triggered"), False),
         (ended(code=1, error="ConnectionError", transient=True), False),  # a network

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWri
 
 from titan_ft.training.checkpoint import save as checkpoint_save  # noqa: E402
 from titan_ft.training.checkpoint.folder import Manifest, complete_steps  # noqa: E402
-from titan_ft.training.checkpoint.save import ELSEWHERE_IN_GROUP, agree_on_reason  # noqa: E402
+from titan_ft.training.checkpoint.save import ElsewhereError, PartError, agree_on_reason  # noqa: E402
 
 MakeRun = Callable[..., Run]
 
@@ -127,23 +127,35 @@ def test_the_last_save_is_tried_in_another_way_with_all_room_there_is(
 
 
 @pytest.mark.parametrize(
-    ("reasons", "told"),
+    ("errors", "told"),
     [
-        (["", "the disk is full"], ["the disk is full (rank 1)", "the disk is full"]),
-        (["one", "another"], ["one", "one"]),
-        ([ELSEWHERE_IN_GROUP, "another"], ["another (rank 1)", "another"]),
-        (["", ELSEWHERE_IN_GROUP], [ELSEWHERE_IN_GROUP] * 2),
+        ([None, OSError("full")], ["full (rank 1)", "full"]),
+        ([OSError("one"), OSError("another")], ["one", "one"]),
+        ([ElsewhereError(), OSError("another")], ["another (rank 1)", "another"]),
+        ([ElsewhereError(), PartError(str(ElsewhereError()))], [f"{ElsewhereError()} (rank 1)", str(ElsewhereError())]),
+        ([None, ElsewhereError()], [str(ElsewhereError())] * 2),
     ],
 )
 def test_all_ranks_tell_the_same_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reasons: list[str], told: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, errors: list[Exception | None], told: list[str]
 ) -> None:
     """That of the first rank that has one: each may be the rank whose line is shown."""
+    given: list[str] = []
+
+    def collect(_: list[str], own: str) -> None:
+        given.append(own)
+
+    def gather(every: list[str], _: str) -> None:
+        every[:] = given
+
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_gather_object", lambda every, _: every.__setitem__(slice(None), reasons))
-    for rank, reason in enumerate(reasons):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        assert agree_on_reason(OSError(reason) if reason else None, tmp_path) == told[rank]
+    for answer in (collect, gather):
+        monkeypatch.setattr(dist, "all_gather_object", answer)
+        said = []
+        for rank, error in enumerate(errors):
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            said.append(agree_on_reason(error, tmp_path))
+    assert said == told
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ def convert(kind: type[T], values: Any, name: str = "", note: str = "") -> T:
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):
             raise ConfigError(f"{prefix}{error.__cause__}") from error
+        # msgspec tells the field in its text only: src/msgspec/_core.c.
         found = re.search(r"required field `(\w+)`| at `\$\.(\w+)", str(error))
         if found is None:  # a message of a version of msgspec that words it in another way
             raise ConfigError(f"{prefix or 'the file '}must have the right fields: {error}") from error

@@ -154,6 +154,8 @@ def _judge(name: str, promise: int | None, checker: Checker, record: RunRecord) 
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         text = f"the checker crashed: {type(error).__name__}: {error}{where}"
         return Judgement(name, promise, unknown=[text]).decide()
+    if found.reservation:
+        found.statement = f"{found.reservation}; {found.statement}"
     return found.decide()
 
 

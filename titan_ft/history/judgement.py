@@ -86,8 +86,6 @@ class Judgement:
         self.offences.sort(key=lambda offence: offence.time or 0.0)
         self.verdict = "does not hold" if self.offences else "unknown" if self.unknown else "holds"
         self.asked = self.asked or bool(self.offences)
-        if not self.statement.startswith(self.reservation):
-            self.statement = "; ".join(text for text in (self.reservation, self.statement) if text)
         return self
 
 

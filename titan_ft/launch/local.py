@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -50,11 +51,25 @@ if TYPE_CHECKING:
     from titan_ft.chaos.runner import ChaosRunner
 
 TICK_SECONDS = 0.1
-_LAUNCHER_FAILED = "the launcher failed"
 LOST_SECONDS = 10.0
 """What a lost group gets to be heard of again once all others have ended; then it is killed."""
 QUIET_SECONDS = 40.0
 """Before the end that --minutes sets: no fault comes any more, so that all groups are back when it is time to leave."""
+
+
+@dataclass(frozen=True)
+class _End:
+    """The end of a launch."""
+
+    code: int
+    """Exit status."""
+    reason: str
+    """In words."""
+    own_failure: bool = False
+    """Whether the launch itself failed, and none of its groups.
+
+    Without this fact a view would name the last death of a group, from which that group had long come back.
+    """
 
 
 class LocalRun:
@@ -121,20 +136,19 @@ class LocalRun:
         """
         self._tail = EventTail(self.plan.paths.events)
         self.view = LaunchView(self.status, self.plan.paths.launch_log)
-        code, reason = 1, _LAUNCHER_FAILED
+        end = _End(1, "the launcher failed", own_failure=True)
         try:
-            code, reason = self._run()
+            end = self._run()
         finally:
             self._stop()
             self._refresh()
-            if self._time_is_up and code == 0:
-                code, reason = self._judge_leaving()
-            stopped = self.stop.signum if self.stop and code == self.stop.status else None
-            signal_name = None if stopped is None else stopped.name
-            # Else a view would name the last death of a group, from which that group had long come back.
-            own_failure = reason in (_LAUNCHER_FAILED, self._lighthouse.failure) or None
-            end = LaunchFinished(code=code, reason=reason, signal=signal_name, own_failure=own_failure)
-            self._events.emit(end)
+            if self._time_is_up and end.code == 0:
+                end = self._judge_leaving()
+            stopped = self.stop.signum if self.stop and end.code == self.stop.status else None
+            finished = LaunchFinished(code=end.code, reason=end.reason)
+            finished.signal = None if stopped is None else stopped.name
+            finished.own_failure = end.own_failure or None
+            self._events.emit(finished)
             self._refresh()  # a terminal's last picture would be of a run that goes on
             self._events.close()
             self._lighthouse.close()
@@ -146,7 +160,7 @@ class LocalRun:
             if self.stop or self._time_is_up:
                 self._say_how_to_go_on()  # after the view, whose lines a terminal's width cuts
             self.view.close_log()
-        return code
+        return end.code
 
     def _say_how_to_go_on(self) -> None:
         if set(self.status.states.values()) == {status.FINISHED}:
@@ -155,7 +169,7 @@ class LocalRun:
         for line in describe_stop(self.status, command, saves=self.plan.saves, drain_seconds=drain):
             self.view.note(line)
 
-    def _run(self) -> tuple[int, str]:
+    def _run(self) -> _End:
         plan = self.plan
         started = LaunchStarted(
             replicas=plan.num_replicas,
@@ -284,8 +298,8 @@ class LocalRun:
                 self.view.line(f"{name} cannot be forked, and imports everything itself ({self.plan.paths.zygote_log})")
         return self._children.start(name, [sys.executable, "-m", AGENT, *args], log)
 
-    def _watch(self) -> tuple[int, str]:
-        """Follow the run to its end; return the exit status and the reason."""
+    def _watch(self) -> _End:
+        """Follow the run to its end."""
         while True:
             codes = {replica: agent.code for replica, agent in self._agents.items()}
             self._lighthouse.poll()
@@ -304,10 +318,10 @@ class LocalRun:
                 # All groups read the same file: the others would only wait for each other.
                 mistake = self._mistake or f"the configuration is wrong; see {self.plan.paths.root / 'logs'}"
                 self.view.refuse(mistake)
-                return CONFIG_ERROR_CODE, mistake
+                return _End(CONFIG_ERROR_CODE, mistake)
             if self._hopeless:
                 self.view.error(f"{self._hopeless}; starting again does not help: all groups are stopped")
-                return 1, self._hopeless
+                return _End(1, self._hopeless)
             self._replace_failed(codes)
             if None not in codes.values():
                 return self._finished()
@@ -433,57 +447,57 @@ class LocalRun:
                 self._announce(SpareTookOver(replica=replica, attempt=attempt))
                 codes[replica] = None
 
-    def _finished(self) -> tuple[int, str]:
+    def _finished(self) -> _End:
         failed = [replica for replica, agent in self._agents.items() if agent.code != 0]
         if failed:
             reason = f"{len(failed)} of {self.plan.num_replicas} groups failed: {', '.join(map(str, failed))}"
             self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
-            return 1, reason
+            return _End(1, reason)
         drained = [slot for slot, state in self.status.states.items() if state == status.DRAINED]
         reason = "all groups finished"
         if drained:
             reason = f"all groups finished or left (left: {', '.join(map(str, drained))})"
         self.view.line(f"{reason}; see titan-ft report {self.plan.paths.root}")
-        return 0, reason
+        return _End(0, reason)
 
-    def _interrupted(self) -> tuple[int, str]:
+    def _interrupted(self) -> _End:
         self._begin_to_drain(self.stop.asked_by, "stopping all groups", "again")
         return self._stopped()
 
-    def _stopped(self) -> tuple[int, str]:
-        return self.stop.status, f"stopped by {self.stop.asked_by}"
+    def _stopped(self) -> _End:
+        return _End(self.stop.status, f"stopped by {self.stop.asked_by}")
 
-    def _end_in_time(self) -> tuple[int, str]:
+    def _end_in_time(self) -> _End:
         """End the run that has had its time; whether that is a success shows when its groups have left."""
         self._time_is_up = True
         self._begin_to_drain("its time is up", f"--minutes ({self.plan.options.minutes:g}) are over", "Ctrl-C")
-        return 0, "its time is up"
+        return _End(0, "its time is up")
 
     def _begin_to_drain(self, reason: str, text: str, how_to_hurry: str) -> None:
         limit = self.plan.drain_seconds
         self._events.emit(LaunchStopping(reason=reason, drain_seconds=limit))
         self.view.line(f"{text}: draining for {limit:g} s at most ({how_to_hurry} to kill them at once)")
 
-    def _judge_leaving(self) -> tuple[int, str]:
-        """Return exit status and reason of a run that ended in time.
+    def _judge_leaving(self) -> _End:
+        """Return the end of a run that ended in time.
 
         By the exit status of each group: on a full disk its last event comes late, or never.
         """
         late = [replica for replica, agent in self._agents.items() if agent.code != 0]
         if not late:
             self.view.line(f"all groups left; see titan-ft report {self.plan.paths.root}")
-            return 0, "all groups left when the time was up"
+            return _End(0, "all groups left when the time was up")
         if self.stop:  # somebody did not want to wait for them
             return self._stopped()
         reason = f"when the time was up, {len(late)} groups did not leave in order: {', '.join(map(str, late))}"
         self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
-        return 1, reason
+        return _End(1, reason)
 
-    def _lighthouse_failed(self) -> tuple[int, str]:
+    def _lighthouse_failed(self) -> _End:
         """Report it. Groups cannot meet without a lighthouse, so the run ends."""
         reason, log = self._lighthouse.failure, self._lighthouse.log
         self.view.error(f"{reason}, so all groups are stopped; {log}: {last_error_line(log)}")
-        return 1, reason
+        return _End(1, reason, own_failure=True)
 
 
 def launch(plan: LaunchPlan) -> int:

@@ -293,9 +293,10 @@ class RestartPolicy:
         A crash may be the fault of the host. Where the group leaves a suspected host, it has to die
         there often enough to do so before it is given up.
         """
-        if not (self.host_deaths and may_be_the_host(None if end.error is None else end.error.text)):
-            return MAX_SAME_ENDS
-        return self._most_crashes
+        text = kind = None
+        if end.error is not None:
+            text, kind = end.error.text, end.error.type_name
+        return self._most_crashes if may_be_the_host(text, kind) else MAX_SAME_ENDS
 
     @property
     def _most_crashes(self) -> int:

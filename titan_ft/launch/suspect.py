@@ -90,7 +90,7 @@ def counts_against_host(event: WorkerExited) -> bool:
     """
     if event.stopped or event.transient or event.code in (0, CONFIG_ERROR_CODE, FINAL_CODE):
         return False
-    return may_be_the_host(event.error)
+    return may_be_the_host(event.error, event.error_kind)
 
 
 class HostDeaths:

@@ -34,19 +34,19 @@ OTHER_CAUSE = "other"
 HEAL_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
 
-def split_address(text: str) -> tuple[str, int]:
+def split_address(bind: str) -> tuple[str, int]:
     """Split PORT or HOST:PORT; without a host it is the loopback, which other hosts do not reach.
 
     Raises:
         ConfigError: it has neither form.
     """
     try:
-        host, port = address.split_address(text if ":" in text else f"{LOOPBACK}:{text}")
+        host, port = address.split_address(bind if ":" in bind else f"{LOOPBACK}:{bind}")
     except ValueError:
         host, port = "", 0
-    if not host or "/" in text:
+    if not host or "/" in bind:
         raise ConfigError(
-            f"--metrics-port must be PORT (this host only) or HOST:PORT, got {text!r}; for example 9464, 0.0.0.0:9464 "
+            f"--metrics-port must be PORT (this host only) or HOST:PORT, got {bind!r}; for example 9464, 0.0.0.0:9464 "
             "for Prometheus on another host, or 0 to have a port chosen"
         )
     return host, port

@@ -144,11 +144,7 @@ _LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.Waiting: lambda e, u: f"waits after {u.name(e.step)}: {e.reason or 'too few groups'}",
     ev.CatchUpRenewed: lambda e, u: f"gives up the state of {u.name(e.from_step)} for a newer one{_because(e.reason)}",
     ev.CatchUpWaiting: lambda e, u: f"lets the others wait until it has {u.name(e.step)}{_because(e.reason)}",
-    ev.Drained: lambda e, u: (
-        "left before it had begun to train"
-        if e.reason == ev.NOT_BEGUN
-        else f"left after {u.name(e.step)}{_because(e.reason)}"
-    ),
+    ev.Drained: lambda e, u: f"left after {u.name(e.step)}{_because(e.reason)}",
     ev.ForeignMember: lambda e, u: f"leaves {e.member} aside{_because(e.reason)}",
     ev.StartedAnew: lambda e, u: "starts anew from step 0: no group holds the state of its earlier attempt",
     ev.CheckpointSkipped: lambda e, u: (

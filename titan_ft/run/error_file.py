@@ -72,10 +72,13 @@ _FILE_ERRORS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirec
 _NOT_IN_CACHE = "LocalEntryNotFoundError"
 """A FileNotFoundError of huggingface_hub, which says only that the file is not in the cache either."""
 _IN_LOADER_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process")
-"""A DataLoader makes the error of its worker anew from a text: without errno, cause and, at times, class."""
+"""A DataLoader makes the error of its worker anew from a text: without errno, cause and, at times, class.
+
+See torch/_utils.py, `ExceptionWrapper.reraise`.
+"""
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
 _GLOO = re.compile(r"gloo/.*(Connection|Timed out|timeout|Broken pipe|Socket closed)", re.IGNORECASE | re.DOTALL)
-"""What Gloo says of a lost peer; it raises a plain RuntimeError."""
+"""What Gloo says of a lost peer; it raises a plain RuntimeError (gloo/transport/tcp/pair.cc)."""
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^[ |]+File "(.+)", line (\d+)', re.MULTILINE)
 _ADDRESSES_AND_NUMBERS = re.compile(r"0x[0-9a-f]+|\b(?=\w*\d)[0-9a-f]{6,}\b|\btmp\w+|\d+(?:\.\d+)*", re.IGNORECASE)

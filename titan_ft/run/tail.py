@@ -16,10 +16,13 @@ _MAX_LOG_BYTES = 65536  # at the end of a log, in which its last error is looked
 _EXCEPTION = re.compile(r"^(\[rank\d+\]:\s*)?([A-Za-z_][\w.]*\.)?\w*(Error|Exception|Interrupt|Exit)\b")
 
 _CRASH = "Fatal Python error: "
-"""Begins what faulthandler writes when a signal ends a process. Its last line is a list of modules, 2,000 characters
-of which a launch showed as the reason."""
+"""Begins what faulthandler (CPython's Modules/faulthandler.c) writes when a signal ends a process.
+
+Its last line is a list of modules, 2,000 characters of which a launch showed as the reason.
+"""
 _WHAT = "what(): "
-"""Begins the line in which C++ tells of the exception that nobody caught, just before its SIGABRT."""
+"""Begins the line in which C++ (libstdc++-v3/libsupc++/vterminate.cc) names the exception that nobody
+caught, just before its SIGABRT."""
 
 
 class FileTail:

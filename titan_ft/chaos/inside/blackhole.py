@@ -222,9 +222,9 @@ def _is_tcp(fd: int, inode: int) -> bool:
     return True
 
 
-def _parse(text: str) -> Endpoint:
+def _parse(endpoint: str) -> Endpoint:
     """Return the endpoint of "0100007F:1F90"; an address is 32-bit words of the host's byte order."""
-    words, _, port = text.partition(":")
+    words, _, port = endpoint.partition(":")
     packed = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
     return _plain(ipaddress.ip_address(packed)), int(port, 16)
 

@@ -35,10 +35,8 @@ class AttemptFold:
     """Whether it finished its step before it left."""
     exit_us: int | None = None
     """When the agent found the first worker ended, or the launcher its agent and all workers."""
-    ended_by: str = ""
-    """What ended its first worker, or its agent, where that was a failure: a signal or an exit code; else empty."""
-    error: str = ""
-    """The exception of that worker; empty where it was a signal, or the worker reported none."""
+    end: ev.WorkerExited | ev.AgentEnded | None = None
+    """The end of its first worker, or of its agent, where that was a failure; else None."""
     stopped: bool = False
     """Whether the agent ended it because the run was stopped."""
     gave_up_us: int | None = None
@@ -46,12 +44,22 @@ class AttemptFold:
     @property
     def failed(self) -> bool:
         """Whether a worker, or the agent, ended with a signal or a nonzero code, and not because it was asked to."""
-        return bool(self.ended_by)
+        return self.end is not None
 
     @property
     def reason(self) -> str:
         """What ended it, whatever caused that: the exception, else the signal or the exit code; else empty."""
-        return self.error or self.ended_by
+        if self.end is None:
+            return ""
+        error = self.end.error if isinstance(self.end, ev.WorkerExited) else None
+        return error or self.end.cause or ""
+
+    @property
+    def category(self) -> str | None:
+        """The category of its end (`titan_ft.faults.fault.Category`); None if it did not fail."""
+        if self.end is None:
+            return None
+        return "process killed" if self.end.signal else "error raised"
 
     @property
     def silent_us(self) -> int | None:
@@ -82,7 +90,7 @@ class AttemptFold:
         if self.failed:
             return
         self.exit_us = time if self.exit_us is None else self.exit_us
-        self.ended_by = event.cause
+        self.end = event
         self.stopped = False
 
     def _note_exit(self, time: int, event: ev.WorkerExited) -> None:
@@ -93,6 +101,5 @@ class AttemptFold:
             return
         was_asked = self.drained_us is not None and event.cause == "SIGTERM"
         if event.cause is not None and not self.failed and not was_asked:
-            self.ended_by = event.cause
-            self.error = event.error or ""
+            self.end = event
             self.stopped = False

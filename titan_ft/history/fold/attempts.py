@@ -42,6 +42,14 @@ class RecordedFault:
         return expected_outcome(self.name)
 
     @property
+    def category(self) -> str | None:
+        """See `titan_ft.faults.fault.Category`; None for an unknown name."""
+        # Loaded late: a run without faults loads nothing that breaks runs.
+        from titan_ft.faults.catalogue import read_category
+
+        return read_category(self.name)
+
+    @property
     def deadly(self) -> bool:
         """Whether it ends a process at once."""
         return self.outcome == "killed"

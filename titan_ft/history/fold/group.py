@@ -41,6 +41,8 @@ class Reason:
     """Whether another attempt may succeed, or chaos injected a fault into this attempt."""
     exception: bool = False
     """True for an exception, False for a signal or an exit status."""
+    signal: str = ""
+    """Name of the signal that ended the process; empty without one."""
 
     def describe(self) -> str:
         """Return one line: "RuntimeError: boom, rank 0 of group 1, mybug.py:15"."""
@@ -315,4 +317,5 @@ def reason_of(event: ev.WorkerExited, step: int | None) -> Reason:
         time=event.time,
         transient=bool(event.transient),
         exception=event.error is not None,
+        signal=event.signal or "",
     )

@@ -292,6 +292,7 @@ class RunFold:
                     step=group.step,
                     log=event.log or "",
                     time=event.time,
+                    signal=event.signal or "",
                 )
                 self._fail_attempt(group, event, reason)
             case ev.ReplicaRestarted():

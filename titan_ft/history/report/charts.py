@@ -20,7 +20,7 @@ from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.report.facts import Recovery, find_recoveries
 from titan_ft.history.report.layers import CROSS, MEDIAN, Axis, Band, Bars, Boxes, Chart, Layer, Line, Marks, Rules
 from titan_ft.history.report.phases import TimeInState, add_up, find_phases, time_in_states
-from titan_ft.history.report.style import ACCENT, MIDDLE, STATES, categories, category, state_order
+from titan_ft.history.report.style import ACCENT, MIDDLE, STATES, mark_of, sorted_marks, state_order
 from titan_ft.history.report.thinning import thin_rows
 from titan_ft.history.report.words import duration
 from titan_ft.history.terminal import clock
@@ -193,14 +193,14 @@ def fault_marks(hits: Iterable[tuple[Recovery, float, float]], *, beside: bool =
     places: dict[tuple[str, float, int | float], list[tuple[Recovery, float]]] = defaultdict(list)
     for number, (fault, x, y) in enumerate(hits):
         column = int(x / width) if width else number
-        places[category(fault.incident.fault)[0], y, column].append((fault, x))
+        places[mark_of(fault.incident.category)[0], y, column].append((fault, x))
     found: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for (name, y, _), here in places.items():
         first, x = here[0]
         text = f"{first.incident.fault} of {first.target} at {clock(first.time)}"
         found[name].append((x, y, text + (f", and {len(here) - 1:,} more" if len(here) > 1 else "")))
     marks = []
-    for name, symbol in categories(fault.incident.fault for fault, _, _ in hits):
+    for name, symbol in sorted_marks(fault.incident.category for fault, _, _ in hits):
         xs, ys, texts = zip(*found[name], strict=True)
         marks.append(Marks(name, symbol, xs, ys, texts, beside=beside))
     return marks

@@ -92,7 +92,9 @@ def find_failed(record: RunRecord) -> list[Failed]:
 
 def excerpt(reason: Reason, run_dir: Path) -> list[str]:
     """Return the lines of a rank's log that explain its end; empty where they cannot, as after SIGKILL."""
+    if reason.signal == "SIGKILL":
+        return []
     log = find_log(reason, run_dir)
-    if log is None or reason.text == "killed by SIGKILL":
+    if log is None:
         return []
     return [line[:MAX_LETTERS] for line in explain_end(read_end(log), MAX_LINES)]

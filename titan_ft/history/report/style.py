@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -61,13 +60,6 @@ MARKS = {
     "wrong numbers": "cross",
     "lighthouse killed": "star",
 }
-_NOT_INJECTED = {
-    "process killed": "SIG|killed|the agent",
-    "error raised": r"exit|[\w.]+(Error|Exception|Interrupt)\b|[\w.]+: ",
-    "network": "silent|out of reach",
-    "wrong numbers": "other digest",
-}
-"""What the names of failures that nobody injected begin with, by category."""
 OTHER = ("other failure", "circle")
 GLYPHS = {
     "triangle-down": "▼",
@@ -86,21 +78,12 @@ def state_order(states: set[str]) -> list[str]:
     return [state for state in STATES if state in states]
 
 
-def category(kind: str) -> tuple[str, str]:
-    """Return the category of a kind of fault, or of a failure that nobody injected, and its mark.
-
-    Args:
-        kind: `Incident.fault`: the name of a fault, a signal, an exception, or what was seen of a group.
-    """
-    from titan_ft.faults.catalogue import read_category  # a run that nobody breaks loads nothing of what breaks runs
-
-    name: str | None = read_category(kind)
-    if name is None:
-        name = next((name for name, pattern in _NOT_INJECTED.items() if re.match(pattern, kind)), None)
-    return OTHER if name is None else (name, MARKS[name])
+def mark_of(category: str | None) -> tuple[str, str]:
+    """Return the name and the mark of a category (`Incident.category`)."""
+    return OTHER if category is None else (category, MARKS[category])
 
 
-def categories(kinds: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the categories that kinds of faults are in, each once, in their own order."""
-    found = {category(kind) for kind in kinds}
+def sorted_marks(categories: Iterable[str | None]) -> list[tuple[str, str]]:
+    """Return the names and the marks of categories, each once, in their own order."""
+    found = {mark_of(category) for category in categories}
     return [known for known in [*MARKS.items(), OTHER] if known in found]

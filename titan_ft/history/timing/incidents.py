@@ -129,6 +129,8 @@ class Incident:
     drains: tuple[Drain, ...] = ()
     lighthouse: bool = False
     """Whether the fault hit the lighthouse."""
+    category: str | None = None
+    """That of the fault, or of what was seen (`titan_ft.faults.fault.Category`); None if it has none."""
 
     @property
     def is_listed(self) -> bool:
@@ -208,7 +210,8 @@ class _Open(Cause):
 
     time_us: int
     name: str
-    fault: RecordedFault | None
+    category: str | None
+    fault: RecordedFault | None = None
     ended: list[Attempt] = field(default_factory=list)
     """The attempts that ended of it."""
     dropped: list[FailureSpan] = field(default_factory=list)
@@ -302,7 +305,8 @@ def _open_incidents(record: RunRecord) -> list[_Open]:
     for fault in record.faults:
         same = next((one for one in found if _is_of(one.fault, fault)), None)
         if same is None:
-            same = _Open(fault.time_us, fault.time_us, set(), fault.time_us, fault.name, fault)
+            time = fault.time_us
+            same = _Open(time, time, set(), time, fault.name, fault.category, fault)
             found.append(same)
         same.groups |= set() if fault.replica is None else {fault.replica}
         same.reach = max(same.reach, fault.undone_us or fault.time_us)
@@ -311,8 +315,9 @@ def _open_incidents(record: RunRecord) -> list[_Open]:
         if attempt.failed and attempt.exit_us is not None:
             one = next((o for o in found if _is_of(o.fault, attempt.fault)), None)
             if one is None:
-                begin = min(attempt.exit_us, attempt.exit_us if attempt.silent_us is None else attempt.silent_us)
-                one = _Open(begin, attempt.exit_us, {attempt.replica}, attempt.exit_us, attempt.cause, None)
+                end = attempt.exit_us
+                begin = end if attempt.silent_us is None else min(end, attempt.silent_us)
+                one = _Open(begin, end, {attempt.replica}, end, attempt.cause, attempt.category)
                 found.append(one)
         elif attempt.drained_us is not None:
             one = next((o for o in found[::-1] if _asked_to_leave(o, attempt)), None)
@@ -340,27 +345,27 @@ def _open_of(dropout: FailureSpan, found: list[_Open], record: RunRecord) -> _Op
         return max(causes, key=lambda one: one.begin)
     groups = set() if slot is None else {slot}
     begin = round(min(dropout.since, dropout.time) * 1e6)
-    new = _Open(begin, time, groups, time, _name_dropout(dropout, record), None)
+    new = _Open(begin, time, groups, time, *_name_dropout(dropout, record))
     found.append(new)
     return new
 
 
-def _name_dropout(dropout: FailureSpan, record: RunRecord) -> str:
-    """Return what was seen of a group that the others went on without although it lived."""
+def _name_dropout(dropout: FailureSpan, record: RunRecord) -> tuple[str, str | None]:
+    """Return what was seen of a group that the others went on without although it lived, and its category."""
     if dropout.slot is None:
-        return "exchange broke"
+        return "exchange broke", None
     slot, begin, end = dropout.slot, dropout.since - CLOCK_SECONDS, dropout.time + CLOCK_SECONDS
 
     def seen(slots: Collection[int], event: Event) -> bool:
         return slot in slots and begin <= event.time <= end
 
     if any(seen(event.minority, event) for event in record.of(DigestMismatch)):
-        return "other digest"
+        return "other digest", "wrong numbers"
     if any(seen(event.slots, event) for event in record.of(LinkDead)):
-        return "out of reach"
+        return "out of reach", "network"
     if any(seen(event.slots, event) for event in record.of(PeerSilent)):
-        return "silent"
-    return "dropped out"
+        return "silent", "network"
+    return "dropped out", None
 
 
 def _is_of(incident: RecordedFault | None, fault: RecordedFault | None) -> bool:
@@ -442,6 +447,7 @@ def _describe(
         heal=last,
         failures=(*deaths, *dropouts),
         drains=tuple(drains),
+        category=one.category,
     )
 
 

@@ -34,22 +34,27 @@ EARLY_END = "exit status 0 before the last step"
 """What a worker ended with whose code ended the process in mid-training, as if all were done."""
 _SHELL_OFFSET = 128
 """A shell, and a rank that ends at SIGTERM, report signal N as exit status 128 + N."""
-_OF_A_HOST = re.compile(
-    r"CUDA error: .*(ECC|NVLink|hardware|busy or unavailable|no CUDA-capable device)|No CUDA GPUs are available"
-    r"|^HungError:",
+_BROKEN_GPU = re.compile(
+    r"CUDA error: .*(ECC|NVLink|hardware|busy or unavailable|no CUDA-capable device)|No CUDA GPUs are available",
     re.IGNORECASE,
 )
-"""What PyTorch says of a GPU that is broken or gone (a mistake in the code has other CUDA errors);
-and a hang, which a GPU or a disk may cause."""
+"""PyTorch's words for a GPU that is broken or gone.
+
+A mistake in the code raises the same class, with another CUDA error: c10/cuda/CUDAException.cpp. The
+second text is in c10/cuda/CUDAFunctions.cpp and torch/csrc/cuda/Module.cpp.
+"""
+_HANG = "HungError"
+"""`titan_ft.protocol.errors.HungError`, which needs torch. A GPU or a disk may cause a hang."""
 
 
-def may_be_the_host(error: str | None) -> bool:
+def may_be_the_host(error: str | None, kind: str | None) -> bool:
     """Tell whether an end may be the host's fault.
 
     Args:
         error: the exception that ended the worker; None if it left none, as a crash in native code.
+        kind: the type of the exception.
     """
-    return error is None or _OF_A_HOST.search(error) is not None
+    return error is None or kind == _HANG or _BROKEN_GPU.search(error) is not None
 
 
 def kind_of_end(code: int, error: str | None) -> str:

@@ -129,6 +129,8 @@ def classify(error: CheckpointException) -> tuple[Failure, str]:
     for cause in causes:
         if isinstance(cause, PermissionError):  # another start would fail in the same way
             return Failure.DAMAGED, one_line(cause)
+        # torch swallows the OSError of the table's file and raises a plain AssertionError, as it does
+        # for changed bytes: torch/distributed/checkpoint/state_dict_loader.py, _load_state_dict.
         if isinstance(cause, OSError) or "metadata is None" in str(cause):
             return Failure.UNREADABLE, one_line(cause)
     is_other = phase == "plan" and all(type(cause) in _MISFITS for cause in causes)

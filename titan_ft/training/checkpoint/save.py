@@ -25,7 +25,7 @@ from titan_ft.protocol.errors import FinalError
 from titan_ft.training.checkpoint.damage import one_line
 from titan_ft.training.checkpoint.export import ExportError
 
-ELSEWHERE_IN_GROUP = "it failed on another rank of this group"
+_ELSEWHERE_IN_GROUP = "it failed on another rank of this group"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 T = TypeVar("T")
 _PROBE_BYTES = 1 << 20  # more than what a file that could not be written whole has left free
@@ -41,6 +41,13 @@ class SaveError(FinalError):
 
 class PartError(Exception):
     """A part of a save failed on a rank of this group; raised on all of them."""
+
+
+class ElsewhereError(PartError):
+    """It failed on another rank of this group, which knows why."""
+
+    def __init__(self) -> None:
+        super().__init__(_ELSEWHERE_IN_GROUP)
 
 
 class SaveState(IntEnum):
@@ -109,15 +116,15 @@ def agree_on_reason(error: BaseException | None, folder: Path) -> str:
         error: of this rank; None if its own part did not fail.
         folder: of the checkpoints.
     """
-    own = "" if error is None else explain(error)
+    own = "" if error is None or isinstance(error, ElsewhereError) else explain(error)
     if dist.get_rank() == 0 and isinstance(error, CheckpointException):
         full = _probe(folder)
         own = own if full is None else explain(full)
     reasons = [""] * dist.get_world_size()
     dist.all_gather_object(reasons, own)
-    known = {rank: reason for rank, reason in enumerate(reasons) if reason not in ("", ELSEWHERE_IN_GROUP)}
+    known = {rank: reason for rank, reason in enumerate(reasons) if reason}
     if not known:
-        return ELSEWHERE_IN_GROUP
+        return _ELSEWHERE_IN_GROUP
     rank, reason = next(iter(known.items()))
     return reason if dist.get_rank() in known else f"{reason} (rank {rank})"
 
@@ -143,7 +150,7 @@ def on_all_ranks(act: Callable[[], T], gather: Callable[[int], list[int]]) -> T:
         # Perhaps a bug, and where it is would be lost. Marked, for it is not what this worker ends of.
         logger.error("while saving:\n%s", textwrap.indent(traceback.format_exc(), "| "))
     if any(gather(int(bool(reason)))):
-        raise PartError(reason or ELSEWHERE_IN_GROUP)
+        raise PartError(reason) if reason else ElsewhereError()
     return done
 
 
