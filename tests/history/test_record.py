@@ -130,7 +130,7 @@ def test_command_reads_each_file_once(
             opened[str(arguments[0])] += 1
 
     calls: Counter[str] = Counter()
-    for name in ("read_reduced", "read_states", "final_states", "read_attempts", "read_faults"):
+    for name in ("read_reduced", "read_states", "final_states"):
         count_calls(monkeypatch, record, name, calls)
     count_calls(monkeypatch, timelines.GroupCutter, "run", calls)
     _watch(note)

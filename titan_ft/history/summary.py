@@ -145,10 +145,6 @@ class RunSummary:
 def summarize(record: RunRecord) -> RunSummary:
     """Return the figures of a run."""
     events, commits = record.events, record.commits
-    ranks: dict[int, int] = defaultdict(int)
-    for event in events:
-        if event.replica is not None:
-            ranks[event.replica] = max(ranks[event.replica], (event.rank or 0) + 1)
     restarts, finished = record.of(ReplicaRestarted), record.of(TrainingFinished)
     attempted, committed = count_exchanges(record)
     wire_bytes, wire_bytes_per_step = count_wire_bytes(record)
@@ -159,8 +155,8 @@ def summarize(record: RunRecord) -> RunSummary:
     return RunSummary(
         outcome=find_outcome(record),
         start=record.begin,
-        num_groups=len(ranks),
-        ranks_per_group=max(ranks.values(), default=0),
+        num_groups=len(record.attempts),
+        ranks_per_group=max((process.rank + 1 for process in record.processes), default=0),
         seconds=events[-1].time - events[0].time if events else 0.0,
         tokens=max([*(event.tokens for event in finished), *(point.tokens for point in record.curve[-1:])], default=0),
         unit=record.unit,

@@ -47,6 +47,11 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event",
         return str(self.__struct_config__.tag)
 
     @property
+    def time_us(self) -> int:
+        """Its time in Unix microseconds."""
+        return round(self.time * 1e6)
+
+    @property
     def severity(self) -> Severity:
         """How a person should take it."""
         return "failure" if isinstance(self, FAILURES) else "notice"

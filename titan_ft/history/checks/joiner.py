@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from titan_ft.history.checks.foundation import object_to_absence
-from titan_ft.history.fold.attempts import RecordedFault
+from titan_ft.history.fold.faults import RecordedFault
 from titan_ft.history.judgement import Judgement, count
 from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
 from titan_ft.history.timing.waits import StepWait, count_unknown, find_waits

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from titan_ft.history.checks.foundation import clock_jumps, object_to_absence
-from titan_ft.history.fold.attempts import expected_outcome
+from titan_ft.history.fold.faults import expected_outcome
 from titan_ft.history.judgement import Judgement, count
 from titan_ft.history.outcomes.crashes import find_crashes
 from titan_ft.history.outcomes.notes import find_notes
@@ -86,15 +86,13 @@ def _unsaved(record: RunRecord) -> str:
 
 def _check_ends(record: RunRecord, found: Judgement) -> None:
     """Object to processes that fell silent without an event of their own or of their agent about it."""
-    latest: dict[int, int] = defaultdict(int)
-    for event in record.events:
-        if event.replica is not None:
-            latest[event.replica] = max(latest[event.replica], event.attempt or 0)
     failure = next((event.reason for event in record.of(ev.LaunchFinished)[-1:] if event.code), None)
     without_end = []
     named = {group.slot for group in find_outcome(record).lost}
     for process in record.processes:
-        if process.ended_in_order or process.exit is not None or process.attempt < latest[process.replica]:
+        if process.ended_in_order or process.exit is not None:
+            continue
+        if process.attempt < record.attempts[process.replica][-1].number:
             continue
         if record.launch_end is not None and not failure:
             object_to_absence(record, found, "fell silent, and no agent reports its end", process.events[-1])

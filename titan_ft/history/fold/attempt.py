@@ -1,22 +1,23 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One attempt of a group by its events: when it began, when each rank was heard last, how it ended."""
+"""One attempt of a group by its events: when it began, when each rank was heard last, how it ended.
+
+Each fact has one source: rank 0 for what the group does, the agent for its end and its restart, and whoever
+injects a fault for its moment (an agent notes a death only afterwards).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from titan_ft.history.fold.faults import RecordedFault
 from titan_ft.history.fold.group import is_of_worker
 from titan_ft.run import events as ev
 
 
-def microseconds(event: ev.Event) -> int:
-    """Return the Unix microseconds of an event."""
-    return round(event.time * 1e6)
-
-
 @dataclass
-class AttemptFold:
+class Attempt:
     """One attempt of a group; times in Unix microseconds."""
 
     replica: int
@@ -27,6 +28,10 @@ class AttemptFold:
     """Its last event, whoever wrote it."""
     last_by_rank: dict[int, int] = field(default_factory=dict)
     """The last event of each of its workers."""
+    committed_us: int = 0
+    """The last commit of rank 0; 0 without any."""
+    alive_us: int = 0
+    """The last commit, or end of a heal, of rank 0; 0 without any."""
     hung_us: int | None = None
     """When a rank noticed that it hung."""
     drained_us: int | None = None
@@ -40,6 +45,8 @@ class AttemptFold:
     stopped: bool = False
     """Whether the agent ended it because the run was stopped."""
     gave_up_us: int | None = None
+    fault: RecordedFault | None = None
+    """The fault that ended it, as `find_fatal_fault` says; None if none is known to."""
 
     @property
     def failed(self) -> bool:
@@ -62,17 +69,34 @@ class AttemptFold:
         return "process killed" if self.end.signal else "error raised"
 
     @property
+    def cause(self) -> str:
+        """What ended it, in words: the fault, the exception, the signal or the exit code."""
+        return self.reason if self.fault is None else f"{self.fault.name} ({self.reason})"
+
+    @property
+    def died_us(self) -> int | None:
+        """When it ended: at the fault that ended it, if one is known, else when that was noticed."""
+        if self.exit_us is None or self.fault is None or not self.fault.deadly:
+            return self.exit_us
+        return max(self.fault.time_us, self.alive_us)
+
+    @property
     def silent_us(self) -> int | None:
         """Since when it may be dead: the last event of the worker that fell silent first. None if none wrote any."""
         return min(self.last_by_rank.values(), default=None)
 
     def observe(self, event: ev.Event) -> None:
         """Take the next event of the attempt."""
-        time = microseconds(event)
+        time = event.time_us
         self.last_us = time
         if is_of_worker(event):
             self.last_by_rank[event.rank or 0] = time
         match event:
+            case ev.StepCommitted():
+                if event.rank == 0:
+                    self.committed_us = self.alive_us = time
+            case ev.HealFinished() if event.rank == 0:
+                self.alive_us = time
             case ev.WorkerExited():
                 self._note_exit(time, event)
             case ev.AgentEnded():
@@ -103,3 +127,20 @@ class AttemptFold:
         if event.cause is not None and not self.failed and not was_asked:
             self.end = event
             self.stopped = False
+
+
+def find_fatal_fault(attempt: Attempt, faults: Sequence[RecordedFault], since: int) -> RecordedFault | None:
+    """Return the fault that ended an attempt.
+
+    That is the last deadly one that hit it, else the last one that it did not survive.
+
+    Args:
+        faults: of the run, in order of time.
+        since: Unix microseconds of the end of the attempt before.
+    """
+    if not attempt.failed or attempt.exit_us is None:
+        return None
+    hits = [f for f in faults if f.replica == attempt.replica and since <= f.time_us <= attempt.exit_us]
+    last = attempt.committed_us
+    fatal = [f for f in hits if f.deadly] or [f for f in hits if (f.undone_us or f.time_us) >= last]
+    return fatal[-1] if fatal else None

@@ -1,12 +1,52 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Count the faults that were injected into a run."""
+"""The faults that were injected into a run: how many there were, when each began and ended."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 from titan_ft.run import events as ev
+
+
+@dataclass
+class RecordedFault:
+    """One `fault_injected`; times in Unix microseconds."""
+
+    time_us: int
+    name: str
+    replica: int | None
+    """None where it hit no group, but the lighthouse or whichever group comes first."""
+    rank: int | None
+    lighthouse: bool
+    shot: int | None
+    """Its number in the schedule; one shot may hit several groups."""
+    number: int
+    """The ordinal in the run of the fault that it is part of, from 1; see `InjectedFaults`."""
+    undone_us: int | None
+    """When it was undone, as the events or its own parameters say.
+
+    For a lighthouse: when the next one listened.
+    """
+
+    @property
+    def outcome(self) -> str:
+        """What to expect of the target: see `titan_ft.faults.fault.Outcome`."""
+        return expected_outcome(self.name)
+
+    @property
+    def category(self) -> str | None:
+        """See `titan_ft.faults.fault.Category`; None for an unknown name."""
+        # Loaded late: a run without faults loads nothing that breaks runs.
+        from titan_ft.faults.catalogue import read_category
+
+        return read_category(self.name)
+
+    @property
+    def deadly(self) -> bool:
+        """Whether it ends a process at once."""
+        return self.outcome == "killed"
 
 
 class InjectedFaults:
@@ -21,10 +61,15 @@ class InjectedFaults:
 
     def __init__(self) -> None:
         self.by_kind: Counter[str] = Counter()
-        """How many there were of each name."""
-        self.last = 0
-        """Number, from 1, of the fault that the last `fault_injected` was part of."""
+        """How many there were of each name since the latest launch began."""
+        self.injected: list[RecordedFault] = []
+        """Those of all launches, in order of time."""
+        self._num_faults = 0
+        """Of all launches."""
         self._shots: dict[tuple[object, ...], int] = {}
+        """The number of each shot's fault."""
+        self._lasting: dict[object, list[RecordedFault]] = defaultdict(list)
+        """The faults that no event has undone yet, by name, shot and target; of lighthouses in one list."""
         self._last_time = 0.0
         """Unix seconds of the last `fault_injected`."""
 
@@ -37,13 +82,56 @@ class InjectedFaults:
         # A plan that is carried out again numbers its shots anew. A late line says nothing of the shots after it.
         if isinstance(event, ev.ChaosStarted | ev.LaunchStarted) and event.time >= self._last_time:
             self._shots.clear()
+            if isinstance(event, ev.LaunchStarted):
+                self.by_kind.clear()
+        if isinstance(event, ev.FaultUndone | ev.LighthouseRestarted):
+            for fault in self._lasting.pop(_lasting_key(event), []):
+                fault.undone_us = event.time_us
         if not isinstance(event, ev.FaultInjected):
             return False
         self._last_time = event.time
         shot = (event.fault, event.seed, event.shot)
-        if event.shot is not None and shot in self._shots:
-            self.last = self._shots[shot]
-            return False
-        self.by_kind[event.fault] += 1
-        self.last = self._shots[shot] = self.num_injected
-        return True
+        is_new = event.shot is None or shot not in self._shots
+        if is_new:
+            self.by_kind[event.fault] += 1
+            self._num_faults += 1
+            self._shots[shot] = self._num_faults
+        self._add(event, self._shots[shot])
+        return is_new
+
+    def _add(self, event: ev.FaultInjected, number: int) -> None:
+        target, seconds = event.target, seconds_of(event)
+        planned_end_us = event.time_us + round(seconds * 1e6) if seconds else None
+        fault = RecordedFault(
+            event.time_us,
+            event.fault,
+            target.replica,
+            target.rank,
+            target.lighthouse,
+            event.shot,
+            number,
+            planned_end_us,
+        )
+        self.injected.append(fault)
+        self._lasting[_lasting_key(event)].append(fault)
+
+
+def expected_outcome(fault: str) -> str:
+    """Return what to expect of the target of a fault of that name: see `titan_ft.faults.fault.Outcome`."""
+    # Loaded late: a run without faults loads nothing that breaks runs.
+    from titan_ft.faults.catalogue import read_outcome
+
+    return read_outcome(fault)
+
+
+def seconds_of(fault: ev.FaultInjected) -> float:
+    """Return how long a fault lasts by its parameters; 0 where they do not say."""
+    seconds = (fault.params or {}).get("seconds", 0.0)
+    return seconds if isinstance(seconds, int | float) else 0.0
+
+
+def _lasting_key(event: ev.FaultInjected | ev.FaultUndone | ev.LighthouseRestarted) -> object:
+    """Return what a fault and the event of its end have in common."""
+    if isinstance(event, ev.LighthouseRestarted) or event.target.lighthouse:
+        return "lighthouse"
+    return event.fault, event.shot, event.target

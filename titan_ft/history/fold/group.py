@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from titan_ft.run import events as ev
+from titan_ft.run.error_file import kind_of
 
 GroupState = Literal["not started", "starting", "joined", "healing", "training", "died", "given up", "left", "finished"]
 ENDED: tuple[GroupState, ...] = ("left", "finished")
@@ -50,6 +53,14 @@ class Reason:
         if place and self.rank is not None:
             place = f"rank {self.rank} of {place}"
         return ", ".join(part for part in (self.text, place, self.where) if part)
+
+
+def group_alike(reasons: Iterable[Reason]) -> dict[str, list[Reason]]:
+    """Return reasons that differ only in numbers together, in their order; see `kind_of`."""
+    alike: dict[str, list[Reason]] = defaultdict(list)
+    for reason in reasons:
+        alike[kind_of(reason.text)].append(reason)
+    return alike
 
 
 @dataclass

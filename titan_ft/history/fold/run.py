@@ -30,7 +30,7 @@ from collections.abc import Iterable
 from copy import copy
 from typing import TypeVar
 
-from titan_ft.history.fold.attempt import AttemptFold, microseconds
+from titan_ft.history.fold.attempt import Attempt
 from titan_ft.history.fold.checkpoints import CheckpointsFold
 from titan_ft.history.fold.faults import InjectedFaults
 from titan_ft.history.fold.group import ALIVE, OVER, FailureSpan, GroupFold, Reason, is_of_worker, reason_of
@@ -54,6 +54,8 @@ class RunFold:
         hosts: of all launches.
         num_launches: how many launches the folder holds.
         attempts: of all launches, by group and number.
+        faults: of all launches.
+        unit: converts updates to torchtitan's steps, by the latest config of all launches.
         plan: the latest chaos plan of all launches; None without any.
         fault_seed: of the last fault that was injected before any plan; None without any.
         launch: the start of the latest launch; None for groups that were started one by one.
@@ -63,7 +65,6 @@ class RunFold:
         steps: the number of updates and of their exchanges.
         target: torchtitan's last step (`training.steps`); None if unknown.
         worker: the start of the worker that announced its config last; None before it.
-        unit: converts updates to torchtitan's steps.
         started: Unix seconds of the first event; None before it.
         last_event: Unix seconds of the last event.
         lighthouse: the start of the latest lighthouse; None before it.
@@ -75,9 +76,11 @@ class RunFold:
         self.first_ends: dict[tuple[int, int], Reason] = {}
         self.hosts = HostsFold()
         self.num_launches = 0
-        self.attempts: dict[tuple[int, int], AttemptFold] = {}
+        self.attempts: dict[tuple[int, int], Attempt] = {}
+        self.faults = InjectedFaults()
         self.plan: ev.ChaosStarted | None = None
         self.fault_seed: int | None = None
+        self.unit: Unit = STEP
         self._reset(num_groups)
 
     @property
@@ -96,10 +99,8 @@ class RunFold:
         self.steps = CommittedSteps()
         self.target: int | None = None
         self.worker: ev.WorkerStarted | None = None
-        self.unit: Unit = STEP
         self.started: float | None = None
         self.last_event = 0.0
-        self.faults = InjectedFaults()
         self.checkpoints = CheckpointsFold()
         self.lighthouse: ev.LighthouseStarted | None = None
         self.num_lighthouse_restarts = 0
@@ -124,7 +125,7 @@ class RunFold:
         key = (event.replica, event.attempt or 0)
         attempt = self.attempts.get(key)
         if attempt is None:
-            attempt = self.attempts[key] = AttemptFold(*key, begin_us=microseconds(event))
+            attempt = self.attempts[key] = Attempt(*key, begin_us=event.time_us)
         attempt.observe(event)
         if isinstance(event, ev.FaultEvent):
             self._note_agent_fault(self.groups[event.replica], event)
@@ -327,7 +328,7 @@ class RunFold:
                 group.was_stopped = True
                 group.commit = None
             return
-        if group.state in ("died", "given up"):
+        if group.state in ("died", "given up") and event.attempt == group.attempt:
             return  # the first exit is the cause; the other workers follow
         if group.state == "left" and event.cause in (None, "SIGTERM"):
             return

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titan_ft.history.fold.group import group_alike
 from titan_ft.history.judgement import count
 from titan_ft.history.outcomes.notes import name_groups
 from titan_ft.history.record.run_record import RunRecord, view
-from titan_ft.run import events as ev
-from titan_ft.run.error_file import kind_of
 
 
 @dataclass(frozen=True)
@@ -48,24 +47,17 @@ def find_crashes(record: RunRecord) -> list[Crash]:
 
     Of an attempt that of its first rank counts: others end because of that.
     """
-    found: dict[str, list[ev.WorkerExited]] = {}
-    seen: set[tuple[int, int]] = set()
-    for event in record.of(ev.WorkerExited):
-        if event.stopped or (event.replica, event.attempt) in seen:
-            continue
-        seen.add((event.replica, event.attempt))
-        if event.error is not None:
-            found.setdefault(kind_of(event.error), []).append(event)
+    exceptions = (reason for reason in record.fold.first_ends.values() if reason.exception)
     return [
         Crash(
-            error=ends[0].error or "",
+            error=ends[0].text,
             count=len(ends),
-            replicas=sorted({event.replica for event in ends}),
+            replicas=sorted({end.slot for end in ends if end.slot is not None}),
             first=ends[0].time,
             last=ends[-1].time,
-            transient=all(event.transient for event in ends),
-            log=ends[-1].log,
-            where=ends[-1].where or "",
+            transient=all(end.transient for end in ends),
+            log=ends[-1].log or None,
+            where=ends[-1].where,
         )
-        for ends in found.values()
+        for ends in group_alike(exceptions).values()
     ]

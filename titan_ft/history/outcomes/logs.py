@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ft.history.fold.group import Reason
+from titan_ft.history.fold.group import Reason, group_alike
 from titan_ft.history.outcomes.notes import name_groups
 from titan_ft.history.outcomes.outcome import find_outcome
 from titan_ft.history.record.run_record import RunRecord
@@ -53,13 +52,13 @@ def find_failed_attempts(record: RunRecord, slot: int | None = None) -> list[Fai
     Args:
         slot: consider this group only; None considers all groups.
     """
-    reasons_of_kind: dict[str, list[Reason]] = defaultdict(list)
+    last_reasons = []
     for group in record.fold.groups.values():
         is_wanted = slot is None or slot == group.slot
         if is_wanted and group.last_reason is not None:
-            reasons_of_kind[kind_of(group.last_reason.text)].append(group.last_reason)
+            last_reasons.append(group.last_reason)
     found = []
-    for reasons in reasons_of_kind.values():
+    for reasons in group_alike(last_reasons).values():
         latest = max(reasons, key=lambda reason: reason.time)
         slots = sorted(reason.slot for reason in reasons if reason.slot is not None)
         found.append(FailedAttempts(latest, tuple(slots)))

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from titan_ft.history.fold.group import ENDED, GroupFold, Reason
+from titan_ft.history.fold.group import ENDED, GroupFold, Reason, group_alike
 from titan_ft.history.fold.run import RunFold
 from titan_ft.history.outcomes.notes import name_groups
 from titan_ft.history.record.run_record import RunRecord, view
-from titan_ft.run.error_file import kind_of
 from titan_ft.run.events import LaunchFinished
 
 Kind = Literal["running", "finished", "stopped", "failed", "never began", "unknown"]
@@ -190,10 +189,7 @@ def _find_reasons(fold: RunFold) -> tuple[Reason, ...]:
         launch_is_cause = end.own_failure or not reasons
         if launch_is_cause:
             reasons.insert(0, Reason(end.reason, time=end.time))
-    distinct: dict[str, Reason] = {}
-    for reason in reasons:
-        distinct.setdefault(kind_of(reason.text), reason)
-    return tuple(distinct.values())
+    return tuple(alike[0] for alike in group_alike(reasons).values())
 
 
 def _priority(reason: Reason, latest: float) -> tuple[bool, bool, bool, float]:

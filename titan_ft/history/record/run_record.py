@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from titan_ft.history.fold.attempt import microseconds
-from titan_ft.history.fold.attempts import Attempt, RecordedFault, read_attempts, read_faults
+from titan_ft.history.fold.attempt import Attempt, find_fatal_fault
+from titan_ft.history.fold.faults import RecordedFault
 from titan_ft.history.fold.group import is_of_worker
 from titan_ft.history.fold.run import RunFold, fold_events
 from titan_ft.history.fold.unit import Unit
 from titan_ft.history.record.kept import SETTLED_SECONDS, read_reduced
-from titan_ft.history.record.trajectory import State, chain_to, final_states, read_states
+from titan_ft.history.record.trajectory import Restart, State, chain_to, final_states, read_states
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.run import events as ev
 from titan_ft.run.held import is_held
@@ -228,15 +228,23 @@ class RunRecord:
             process.exit = process.exit or dead_agents.get((process.replica, process.attempt))
         return list(found.values())
 
-    @cached_property
+    @property
     def faults(self) -> list[RecordedFault]:
         """The injected faults, in order of time."""
-        return read_faults(self.events)
+        return self.fold.faults.injected
 
     @cached_property
     def attempts(self) -> dict[int, list[Attempt]]:
-        """The attempts of each group that have events."""
-        return read_attempts(self.fold, self.events, self.faults)
+        """The attempts of each group that have events, in order."""
+        groups: dict[int, list[Attempt]] = defaultdict(list)
+        for attempt in sorted(self.fold.attempts.values(), key=lambda attempt: attempt.number):
+            groups[attempt.replica].append(attempt)
+        for attempts in groups.values():
+            since = 0
+            for attempt in attempts:
+                attempt.fault = find_fatal_fault(attempt, self.faults, since)
+                since = attempt.exit_us or 0
+        return dict(groups)
 
     @cached_property
     def groups(self) -> list[int]:
@@ -250,11 +258,10 @@ class RunRecord:
         sizes = [process.config.group_size for process in self.processes if process.config is not None]
         return max([*sizes, *(event.replicas for event in self.of(ev.LaunchStarted))], default=0)
 
-    @cached_property
+    @property
     def unit(self) -> Unit:
         """What one commit of the run stands for, as the latest config says: a step, or a round of several."""
-        configs = [event.config for event in self.of(ev.WorkerStarted) if event.config is not None]
-        return Unit.of(configs[-1] if configs else None)
+        return self.fold.unit
 
     @cached_property
     def hang_us(self) -> int | None:
@@ -268,33 +275,30 @@ class RunRecord:
     def span_us(self) -> tuple[int, int]:
         """Begin and end of the job in Unix microseconds: `launch_started` and `launch_finished`, else first and last
         event."""
-        first, last = (microseconds(self.events[place]) for place in (0, -1)) if self.events else (0, 0)
+        first, last = (self.events[place].time_us for place in (0, -1)) if self.events else (0, 0)
         starts, ends = self.of(ev.LaunchStarted), self.of(ev.LaunchFinished)
-        begin = microseconds(starts[0]) if starts else first
+        begin = starts[0].time_us if starts else first
         closed = bool(ends) and (not starts or ends[-1].time >= starts[-1].time)
-        return begin, max(begin, microseconds(ends[-1]) if closed else last)
+        return begin, max(begin, ends[-1].time_us if closed else last)
 
     @property
     def begin(self) -> float:
         """Begin of the job in Unix seconds."""
         return self.span_us[0] / 1e6
 
-    @cached_property
+    @property
     def launch_end(self) -> float | None:
         """When the last launch ended, in Unix seconds; None if it did not, or there was none."""
-        started = self.of(ev.LaunchStarted)
-        ends = [event.time for event in self.of(ev.LaunchFinished) if started and event.pid == started[-1].pid]
-        return max(ends, default=None)
-
-    @cached_property
-    def stopping_us(self) -> int | None:
-        """When all groups were last asked to leave."""
-        return max(map(microseconds, self.of(ev.LaunchStopping)), default=None)
+        launch, end = self.fold.launch, self.fold.launch_end
+        # Another launcher's end: the start of the last launch is missing.
+        if launch is None or end is None or end.pid != launch.pid:
+            return None
+        return end.time
 
     @cached_property
     def outages_us(self) -> list[tuple[int, int]]:
         """From when to when there was no lighthouse."""
-        outages = [(microseconds(e) - round(e.seconds * 1e6), microseconds(e)) for e in self.of(ev.LighthouseRestarted)]
+        outages = [(e.time_us - round(e.seconds * 1e6), e.time_us) for e in self.of(ev.LighthouseRestarted)]
         return outages + [(f.time_us, f.undone_us or self.span_us[1]) for f in self.faults if f.lighthouse]
 
     def last_fault_us(self, start: int, end: int) -> int:
@@ -329,6 +333,14 @@ class RunRecord:
         return [event for event in self.of(ev.StepCommitted) if event.rank == 0]
 
     @cached_property
+    def commits_by_group(self) -> dict[int, list[ev.StepCommitted]]:
+        """The same by group, in order of time."""
+        found: dict[int, list[ev.StepCommitted]] = defaultdict(list)
+        for event in self.commits:
+            found[event.replica].append(event)
+        return found
+
+    @cached_property
     def commits_of(self) -> dict[str, list[ev.StepCommitted]]:
         """The commits of all ranks by the state that they made; of a usual step only the first."""
         found: dict[str, list[ev.StepCommitted]] = defaultdict(list)
@@ -354,7 +366,10 @@ class RunRecord:
     def finals(self) -> tuple[list[State], list[str]]:
         """The states that the job may have ended with, the likeliest first, and what is missing to know more."""
         unknown: list[str] = []
-        return (final_states(self.states, self.events, unknown) if self.states else []), unknown
+        if not self.states:
+            return [], unknown
+        restarts: list[Restart] = [*self.of(ev.CheckpointLoaded), *self.of(ev.RolledBack), *self.of(ev.StartedAnew)]
+        return final_states(self.states, restarts, self.of(ev.TrainingFinished), unknown), unknown
 
     @cached_property
     def chain(self) -> list[State]:
@@ -402,7 +417,7 @@ class RunRecord:
         """
         most = max((len(event.participants) for event in self.commits), default=0)
         troubled = {event.step for event in self.kept if len(event.participants) < most or event.exchanges != 1}
-        times = {step: microseconds(event) for step, event in self.first_commits.items()}
+        times = {step: event.time_us for step, event in self.first_commits.items()}
         gaps = {step: time - times[step - 1] for step, time in times.items() if time > times.get(step - 1, time)}
         quiet = [gap for step, gap in gaps.items() if not {step, step - 1} & troubled]
         return round(median(quiet or gaps.values())) if gaps else 0

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from titan_ft.run.events import (
     CheckpointLoaded,
-    Event,
     RolledBack,
     StartedAnew,
     StepCommitted,
@@ -65,12 +64,16 @@ def read_states(commits: Iterable[StepCommitted]) -> tuple[dict[str, State], lis
     return states, list(disagreements.values())
 
 
-def final_states(states: Mapping[str, State], history: Sequence[Event], unknown: list[str]) -> list[State]:
+def final_states(
+    states: Mapping[str, State],
+    restarts: Sequence[Restart],
+    finished: Sequence[TrainingFinished],
+    unknown: list[str],
+) -> list[State]:
     """Return the states that the job may have ended with, the likeliest first; one, if the history is clear."""
     parents = {state.parent for state in states.values()}
     tips = [state for state in states.values() if state.lineage not in parents]
     tips.sort(key=lambda state: (state.step, len(state.committed), state.time), reverse=True)
-    restarts = [event for event in history if isinstance(event, Restart)]
     likeliest = tips[0] if tips else max(states.values(), key=lambda state: state.step)
     while later := [tip for tip in tips if _supersedes(tip, likeliest, states, restarts)]:
         likeliest = later[0]
@@ -82,7 +85,6 @@ def final_states(states: Mapping[str, State], history: Sequence[Event], unknown:
         and (tip.step == likeliest.step or tip.time > likeliest.time)
         and not _supersedes(likeliest, tip, states, restarts)
     ]
-    finished = [event for event in history if isinstance(event, TrainingFinished)]
     ended = {event.lineage for event in finished}
     unknown += [
         f"no event tells of the commit of the final state {event.lineage}"

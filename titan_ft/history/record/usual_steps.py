@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from titan_ft.history.fold.attempts import seconds_of
+from titan_ft.history.fold.faults import seconds_of
 from titan_ft.run import events as ev
 
 MARGIN = 8

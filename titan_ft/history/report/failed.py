@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ft.history.fold.group import Reason
+from titan_ft.history.fold.group import Reason, group_alike
 from titan_ft.history.outcomes.logs import find_log
 from titan_ft.history.outcomes.notes import name_groups
 from titan_ft.history.outcomes.outcome import find_outcome
@@ -60,9 +59,6 @@ def find_failed(record: RunRecord) -> list[Failed]:
 
     The one that the outcome names comes first, then those that nobody injected, the latest first.
     """
-    alike: dict[str, list[Reason]] = defaultdict(list)
-    for reason in record.fold.first_ends.values():
-        alike[kind_of(reason.text)].append(reason)
     injected = {
         (attempt.replica, attempt.number)
         for attempts in record.attempts.values()
@@ -73,7 +69,7 @@ def find_failed(record: RunRecord) -> list[Failed]:
     decisive = outcome.reason
     lost = {kind_of(group.reason.text) for group in outcome.lost if group.reason is not None}
     found = []
-    for kind, reasons in alike.items():
+    for kind, reasons in group_alike(record.fold.first_ends.values()).items():
         decides = decisive is not None and kind_of(decisive.text) == kind
         loses = kind in lost
         found.append(

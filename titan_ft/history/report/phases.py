@@ -29,7 +29,6 @@ from titan_ft.history.timing.incidents import Incident, find_incidents
 from titan_ft.history.timing.intervals import Interval
 from titan_ft.history.timing.timeline import timeline
 from titan_ft.history.timing.waits import REASONS
-from titan_ft.run.events import StepCommitted
 
 _STATE_OF = {
     "productive": "training",
@@ -147,7 +146,7 @@ def _for_whom(record: RunRecord, group: int, interval: Interval) -> str:
 
     The commit that ended the wait says it. Histories without it have the last incident of another group.
     """
-    commits = _commits_by_group(record).get(group, [])
+    commits = record.commits_by_group.get(group, [])
     place = bisect_left(commits, interval.end_us / 1e6, key=lambda commit: commit.time)
     waits = commits[place].waits if place < len(commits) else None
     if waits:
@@ -157,15 +156,6 @@ def _for_whom(record: RunRecord, group: int, interval: Interval) -> str:
         return ""
     whom = name_groups(incident.replicas) if incident.replicas else ""
     return f"because of {whom} ({incident.fault})" if whom else f"because of {incident.fault}"
-
-
-@view
-def _commits_by_group(record: RunRecord) -> dict[int, list[StepCommitted]]:
-    """Return the commits of each group's rank 0, in order of time."""
-    found: dict[int, list[StepCommitted]] = {}
-    for commit in record.commits:
-        found.setdefault(commit.replica, []).append(commit)
-    return found
 
 
 def last_incident(record: RunRecord, since_us: float, until_us: float) -> Incident | None:

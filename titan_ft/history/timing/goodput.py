@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
-from titan_ft.history.fold.attempt import microseconds
 from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.timing.incidents import find_failures
@@ -127,10 +126,10 @@ def effective_training_time(record: RunRecord) -> tuple[float | None, float | No
         return None, None
     effective, before = 0.0, begin
     for _, event in sorted(steps.items()):
-        time, share = microseconds(event), _groups_in(record, event) / len(record.groups)
+        time, share = event.time_us, _groups_in(record, event) / len(record.groups)
         effective += min(max(0, time - before), usual_us) * min(1.0, share)
         before = time
-    times = [microseconds(event) for event in steps.values()]
+    times = [event.time_us for event in steps.values()]
     training = min(max(times) - min(times) + usual_us, end - begin)
     return effective / (end - begin), min(1.0, effective / training)
 

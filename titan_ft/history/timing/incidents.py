@@ -24,13 +24,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from titan_ft.history.fold.attempt import microseconds
-from titan_ft.history.fold.attempts import Attempt, RecordedFault
+from titan_ft.history.fold.attempt import Attempt
+from titan_ft.history.fold.faults import RecordedFault
 from titan_ft.history.fold.group import FailureSpan
 from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.record.usual_steps import UsualSteps
@@ -222,19 +222,13 @@ class _Open(Cause):
 def find_incidents(record: RunRecord) -> list[Incident]:
     """Return the incidents of a run in order of time."""
     found = sorted(_open_incidents(record), key=lambda one: one.begin)
-    commits: dict[int, list[StepCommitted]] = defaultdict(list)
-    for event in record.commits:
-        commits[event.replica].append(event)
+    commits = record.commits_by_group
     for one in found:
         one.reach = max(one.reach, _last_with_their_gradients(one, record, commits))
-    stalls = survivors_stalls(
-        found,
-        _all_made(record),
-        record.usual_step_us,
-    )
+    stalls = survivors_stalls(found, _all_made(record), record.usual_step_us)
     heals = find_heals(record)
     described = [
-        _describe(one, found, commits, heals, None if stall is None else stall / 1e6, record.fold.failures)
+        _describe(one, commits, heals, None if stall is None else stall / 1e6, record.fold.failures)
         for one, stall in zip(found, stalls, strict=True)
     ]
     return sorted(described, key=lambda incident: incident.time)
@@ -243,12 +237,12 @@ def find_incidents(record: RunRecord) -> list[Incident]:
 def _all_made(record: RunRecord) -> dict[int, list[Made]]:
     """Return the commits of each group in order of time; the last one of usual steps in a row stands for all."""
     found: dict[int, list[Made]] = defaultdict(list)
-    for event in record.commits:
-        found[event.replica].append(_made(event, record))
+    for replica, commits in record.commits_by_group.items():
+        found[replica] = [_made(event, record) for event in commits]
     for usual in record.of(UsualSteps):
         if usual.rank == 0:
             # None of the steps was late, so neither is the last one after the commit before the first one.
-            found[usual.replica].append(Made(microseconds(usual), usual.attempt, float("inf")))
+            found[usual.replica].append(Made(usual.time_us, usual.attempt, float("inf")))
     return {replica: sorted(made) for replica, made in found.items()}
 
 
@@ -257,7 +251,7 @@ def _made(event: StepCommitted, record: RunRecord) -> Made:
     if record.unit.steps > 1:
         own = event.compute_seconds + event.apply_seconds + record.usual_rest_seconds
         longer = max(0.0, 1e6 * own - record.usual_step_us)
-    return Made(microseconds(event), event.attempt, longer)
+    return Made(event.time_us, event.attempt, longer)
 
 
 def count_faults(record: RunRecord) -> dict[str, int]:
@@ -395,13 +389,12 @@ def _last_with_their_gradients(one: _Open, record: RunRecord, commits: Commits) 
             if event.replica not in one.groups:
                 if attempt.replica not in event.participants:
                     break
-                last = max(last, microseconds(event))
+                last = max(last, event.time_us)
     return last
 
 
 def _describe(
     one: _Open,
-    incidents: Sequence[_Open],
     commits: Commits,
     heals: Sequence[Heal],
     stall: float | None,
@@ -410,7 +403,8 @@ def _describe(
     """Find out when the groups were back, and put it all together."""
     time = one.time_us / 1e6
     returns = {
-        replica: _find_return(one, replica, incidents, commits.get(replica, ()), heals) for replica in one.groups
+        replica: _find_return(one, replica, commits.get(replica, ()), heals)
+        for replica in {attempt.replica for attempt in one.ended}
     }
     deaths, away = [], {attempt.replica: _away_since(attempt, time, gone) for attempt in one.ended}
     for attempt in one.ended:
@@ -472,19 +466,18 @@ def _describe_dropout(dropout: FailureSpan, one: _Open, stall: float | None, hea
 
 
 def _find_return(
-    one: _Open, replica: int, incidents: Sequence[_Open], commits: Iterable[StepCommitted], heals: Sequence[Heal]
+    one: _Open, replica: int, commits: Sequence[StepCommitted], heals: Sequence[Heal]
 ) -> tuple[StepCommitted | None, Heal | None]:
-    """Return the commit with which a group was back, and the last heal between the incident and it."""
+    """Return the commit with which a group was back whose attempt ended, and the last heal before it.
+
+    Args:
+        commits: of the group, in order of time.
+    """
     time = one.time_us / 1e6
-    ended = max((attempt.number for attempt in one.ended if attempt.replica == replica), default=None)
-    healed = [heal for heal in heals if heal.replica == replica and heal.time >= time]
-    due = time
-    if ended is None and healed:  # it lived, and its next heal is of this incident unless another one came before it
-        after = [other.time_us / 1e6 for other in incidents if other.time_us > one.time_us and replica in other.groups]
-        due = healed[0].time if healed[0].time < min(after, default=float("inf")) else due
-    back = next(
-        (e for e in commits if e.time > due and e.contributed and (ended is None or e.attempt > ended)),
-        None,
-    )
-    heal = next((heal for heal in healed[::-1] if back is not None and heal.time <= back.time), None)
-    return back, heal
+    ended = max(attempt.number for attempt in one.ended if attempt.replica == replica)
+    later = commits[bisect_right(commits, time, key=lambda event: event.time) :]
+    back = next((event for event in later if event.contributed and event.attempt > ended), None)
+    if back is None:
+        return None, None
+    healed = [heal for heal in heals if heal.replica == replica and time <= heal.time <= back.time]
+    return back, healed[-1] if healed else None

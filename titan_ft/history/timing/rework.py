@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from titan_ft.history.fold.attempts import Attempt
+from titan_ft.history.fold.attempt import Attempt
 from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.run.events import CheckpointLoaded, LaunchStarted, RolledBack, StartedAnew, StepCommitted

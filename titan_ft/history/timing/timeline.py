@@ -27,13 +27,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from titan_ft.history.fold.attempt import microseconds
-from titan_ft.history.fold.attempts import Attempt
+from titan_ft.history.fold.attempt import Attempt
 from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.timing.intervals import STATES, Interval, Strip
@@ -88,6 +87,18 @@ def timeline(record: RunRecord) -> Timeline:
     return Timeline(*record.span_us, groups, unfinished)
 
 
+@view
+def _of_rank_0(record: RunRecord) -> dict[tuple[int, int], list[ev.Event]]:
+    """Return what rank 0 of each group and attempt wrote, in order of time, without that it hung."""
+    found: dict[tuple[int, int], list[ev.Event]] = defaultdict(list)
+    for process in record.processes:
+        if process.rank == 0:
+            found[process.replica, process.attempt] += process.events
+    for key, events in found.items():
+        found[key] = sorted((e for e in events if not isinstance(e, ev.Hung)), key=lambda e: e.time)
+    return found
+
+
 class GroupCutter:
     """Cuts one group's time, attempt by attempt and event by event."""
 
@@ -95,9 +106,7 @@ class GroupCutter:
         self._record, self._replica, self._attempts = record, replica, record.attempts.get(replica, [])
         self._strip = Strip(*record.span_us)
         self.unfinished: list[Unfinished] = []
-        commits = [
-            event for attempt in self._attempts for _, event in attempt.moments if isinstance(event, ev.StepCommitted)
-        ]
+        commits = [e for attempt in self._attempts for e in self._moments(attempt) if isinstance(e, ev.StepCommitted)]
         self._own_steps = {event.step for event in commits}
         parts = [_parts(event) for event in commits]
         if record.unit.steps > 1:  # who joins in the midst of a round computes less of it than it could
@@ -113,6 +122,10 @@ class GroupCutter:
         self._begun = False  # whether the attempt has committed or begun to heal
         self._heal: int | None = None  # when the one under way began
         self._pending: list[tuple[int, _Pending]] = []  # of the step under way
+
+    def _moments(self, attempt: Attempt) -> list[ev.Event]:
+        """Return what rank 0 wrote in an attempt, in order of time."""
+        return _of_rank_0(self._record).get((attempt.replica, attempt.number), [])
 
     def run(self) -> tuple[Interval, ...]:
         strip, cause = self._strip, ""
@@ -138,9 +151,9 @@ class GroupCutter:
     def _prepare(self, attempt: Attempt, state: str, cause: str) -> None:
         """Fill the time until the process asks for its first quorum."""
         until = attempt.last_us if attempt.died_us is None else attempt.died_us
-        for time, event in attempt.moments:
+        for event in self._moments(attempt):
             if isinstance(event, ev.Joined | ev.StepCommitted | ev.HealStarted | ev.TrainingFinished):
-                until = time
+                until = event.time_us
                 if isinstance(event, ev.Joined):
                     until -= _us(event.quorum_seconds) + _us(event.rebuild_seconds)
                 elif isinstance(event, ev.StepCommitted):
@@ -151,7 +164,8 @@ class GroupCutter:
     def _live(self, attempt: Attempt) -> bool:
         """Walk through rank 0's events; returns whether the attempt has still to be ended."""
         died, strip = attempt.died_us, self._strip
-        for time, event in attempt.moments:
+        for event in self._moments(attempt):
+            time = event.time_us
             if died is not None and time > died and not isinstance(event, ev.TrainingFinished):
                 continue
             match event:
@@ -274,7 +288,7 @@ class GroupCutter:
         if self._heal is not None:
             strip.fill(until, "heal", "in vain")
         elif not self._begun:
-            met = bool(commits) and strip.cursor >= microseconds(commits[0])
+            met = bool(commits) and strip.cursor >= commits[0].time_us
             strip.fill(until, "exchange_wait" if met else "wait_for_groups", "" if met else "first meeting")
         elif until > strip.cursor:
             compute = min(self._usual_compute, until - strip.cursor)
@@ -311,8 +325,9 @@ class GroupCutter:
 
     def _rest(self, attempt: Attempt) -> None:
         """Fill the time behind the last attempt."""
-        strip, stopping = self._strip, self._record.stopping_us
-        ended = next((e for _, e in attempt.moments if isinstance(e, ev.TrainingFinished | ev.Drained)), None)
+        strip, stopping = self._strip, self._record.fold.stopping
+        ends = (e for e in self._moments(attempt) if isinstance(e, ev.TrainingFinished | ev.Drained))
+        ended = next(ends, None)
         if attempt.gave_up_us is not None:
             strip.fill(attempt.gave_up_us, "restart", attempt.cause)
             strip.fill(strip.end, "idle", "gave up")
@@ -320,13 +335,14 @@ class GroupCutter:
             how = "stopped" if ended is None else "drained" if isinstance(ended, ev.Drained) else "finished"
             strip.fill(strip.end, "idle", how)
         elif attempt.failed:  # a restart that was not seen to begin
-            strip.fill(attempt.last_us if stopping is None else stopping, "restart", attempt.cause)
+            until = attempt.last_us if stopping is None else stopping.time_us
+            strip.fill(until, "restart", attempt.cause)
             if stopping is not None:
                 strip.fill(strip.end, "idle", "stopped")
 
     def _next_word(self, since: int) -> int:
         """Return the time of rank 0's first event after `since`; the job's end if there is none."""
-        times = sorted(time for attempt in self._attempts for time, _ in attempt.moments)
+        times = sorted(event.time_us for attempt in self._attempts for event in self._moments(attempt))
         index = bisect_left(times, since + 1)
         return times[index] if index < len(times) else self._record.span_us[1]
 
