@@ -17,8 +17,10 @@ from titan_ft.history.batches.audit import audit
 from titan_ft.history.check import check
 from titan_ft.history.record import kept
 from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.record.trajectory import ROOT
 from titan_ft.history.record.usual_steps import MARGIN, UsualSteps
 from titan_ft.history.report.facts import report_figures
+from titan_ft.history.timing.rework import find_rework
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top import FollowedRun
 from titan_ft.run.events import StepCommitted
@@ -81,6 +83,28 @@ def test_the_steps_around_a_death_keep_their_events(tmp_path: Path) -> None:
     folder = write(with_a_death(), tmp_path)
     told = {event.step for event in RunRecord.read(folder).of(StepCommitted)}
     assert set(range(NUM_STEPS - MARGIN, NUM_STEPS + 3 + MARGIN)) <= told
+
+
+def test_digests_that_agree_keep_no_events(tmp_path: Path) -> None:
+    """They are counted; one that differs keeps the step's events, for `check` names the groups."""
+    run = SyntheticRun(digest_every=2)
+    run.begin()
+    run.steps(NUM_STEPS)
+    run.finish()
+    odd = next(e for e in run.events if isinstance(e, StepCommitted) and e.step == NUM_STEPS // 2)
+    for name, digest in (("equal", odd.digest), ("differ", "0dd")):
+        odd.digest = digest
+        (tmp_path / name).mkdir()
+        events = list(run.events)
+        folder = write(run, tmp_path / name)
+        run.events = events
+        reduced, whole = RunRecord.read(folder), RunRecord.read(folder, whole=True)
+        told = {event.step for event in reduced.of(StepCommitted)}
+        assert (odd.step in told) is (name == "differ")
+        assert odd.step + 2 not in told
+        assert figures(reduced) == figures(whole)
+        assert figures(reduced)["report"]["step_digests"] == name
+        assert figures(reduced)["report"]["num_step_digests"] == RANKS * NUM_STEPS // 2
 
 
 def test_what_came_since_is_added_to_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +305,29 @@ def test_training_that_goes_back_over_usual_steps_keeps_their_events(tmp_path: P
     assert reduced.firsts
     assert {event.step for event in reduced.firsts}.isdisjoint(range(21, NUM_STEPS + 1))
     assert figures(reduced) == figures(RunRecord.read(folder, whole=True))
+
+
+def test_steps_that_are_made_again_as_usual_are_made_again(tmp_path: Path) -> None:
+    """The first time a fault was near, so that their events were kept."""
+    run = SyntheticRun(digest_every=20)
+    run.begin()
+    run.tell("fault_injected", 2, fault="slow_rank", target={"replica": 1, "rank": 0}, seed=1, shot=0, params={})
+    run.step([0, 1])  # so that these states are others
+    run.steps(39)
+    for group in range(3):
+        run.exit(group)
+        run.restart(group)
+        run.of("started_anew", group, step=0)
+    run.step_number, run.state = 0, ROOT
+    run.ends = dict.fromkeys(range(3), 0)
+    run.now += 60.0
+    run.steps(60)
+    run.finish()
+    folder = write(run, tmp_path)
+    reduced = RunRecord.read(folder)
+    assert {event.step for event in reduced.firsts} >= set(range(20, 40))
+    assert find_rework(reduced).num_again == 40
+    assert find_rework(reduced) == find_rework(RunRecord.read(folder, whole=True))
 
 
 def test_steps_during_a_fault_that_lasts_are_not_usual(tmp_path: Path) -> None:

@@ -21,22 +21,31 @@ class Comparison(Generic[K]):
         groups: for each key the groups that have a digest of it.
         compared: keys of which more than one group has a digest.
         differing: those of them whose digests are not all the same.
+        num_equal: other keys that are known to have equal digests.
     """
 
     groups: dict[K, set[int]]
     compared: set[K]
     differing: set[K]
+    num_equal: int = 0
+
+    @property
+    def num_compared(self) -> int:
+        return len(self.compared) + self.num_equal
 
     @property
     def verdict(self) -> Verdict:
-        return "differ" if self.differing else "equal" if self.compared else "unknown"
+        if self.differing:
+            return "differ"
+        return "equal" if self.num_compared else "unknown"
 
 
-def compare_digests(digests: Iterable[tuple[K, int, str | None]]) -> Comparison[K]:
+def compare_digests(digests: Iterable[tuple[K, int, str | None]], num_equal: int = 0) -> Comparison[K]:
     """Compare digests across groups.
 
     Args:
         digests: what each is of, its group, and its value; one without a value is left out.
+        num_equal: keys that were compared before, and found to have equal digests.
     """
     groups: dict[K, set[int]] = defaultdict(set)
     values: dict[K, set[str]] = defaultdict(set)
@@ -45,4 +54,5 @@ def compare_digests(digests: Iterable[tuple[K, int, str | None]]) -> Comparison[
             groups[key].add(group)
             values[key].add(value)
     compared = {key for key, members in groups.items() if len(members) > 1}
-    return Comparison(dict(groups), compared, {key for key in compared if len(values[key]) > 1})
+    differing = {key for key in compared if len(values[key]) > 1}
+    return Comparison(dict(groups), compared, differing, num_equal)

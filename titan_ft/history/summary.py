@@ -149,7 +149,8 @@ def summarize(record: RunRecord) -> RunSummary:
     attempted, committed = count_exchanges(record)
     wire_bytes, wire_bytes_per_step = count_wire_bytes(record)
     last = {(event.replica, event.rank): event for event in finished or _last_to_leave(record)}
-    compared = compare_digests(((e.step, e.lineage, e.rank), e.replica, e.digest) for e in record.of(StepCommitted))
+    told = (((e.step, e.lineage, e.rank), e.replica, e.digest) for e in record.of(StepCommitted))
+    compared = compare_digests(told, record.num_usual_comparisons)
     audited = audit(record)
     effective, effective_in_training = effective_training_time(record)
     return RunSummary(
@@ -187,7 +188,7 @@ def summarize(record: RunRecord) -> RunSummary:
         final_digests=compare_digests((rank, replica, e.digest) for (replica, rank), e in last.items()).verdict,
         finished_replicas=sorted({replica for replica, _ in last}),
         step_digests=compared.verdict,
-        num_step_digests=len(compared.compared),
+        num_step_digests=compared.num_compared,
         differing_steps=sorted({step for step, _, _ in compared.differing}),
         every_batch_once=audited.verdict,
         batches=audited.counts() if commits else "",

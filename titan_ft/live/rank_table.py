@@ -33,7 +33,7 @@ def rank_lines(groups: Iterable[GroupFold], unit: Unit, now: float, max_rows: in
         return []
     shown: Sequence[tuple[int, RankFold]] = known
     if len(known) > max_rows - 1:
-        urgent = sorted(known, key=lambda row: (not row[1].ended, row[1].step or -1, row[1].time))
+        urgent = sorted(known, key=lambda row: (not row[1].ended, row[1].step or -1, row[1].last.time))
         chosen = {(slot, rank.rank) for slot, rank in urgent[: max_rows - 2]}
         shown = [(slot, rank) for slot, rank in known if (slot, rank.rank) in chosen]
     rows = [
@@ -58,5 +58,5 @@ def rank_lines(groups: Iterable[GroupFold], unit: Unit, now: float, max_rows: in
 def _cells(slot: int, rank: RankFold, unit: Unit, now: float) -> tuple[str, ...]:
     step = "-" if rank.step is None else str(unit.step_after(rank.step))
     memory = "-" if rank.memory_bytes is None else f"{rank.memory_bytes / 2**30:.1f} GiB"
-    last = rank.ended if rank.ended else f"{rank.last_event} {clock(now - rank.time)} ago"
+    last = rank.ended if rank.ended else f"{rank.last.name} {clock(now - rank.last.time)} ago"
     return str(slot), str(rank.rank), step, str(rank.pid), memory, rank.host or "-", last

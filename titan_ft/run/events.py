@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -271,11 +271,9 @@ class StepCommitted(RankEvent, kw_only=True):
         """Whether this group's gradient is in the step."""
         return self.replica in self.participants
 
-    def readings(self) -> Iterator[Batches]:
-        """Yield what this rank read for the step."""
-        if self.data is not None:
-            yield self.data
-        yield from self.extra_data
+    def readings(self) -> Sequence[Batches]:
+        """Return what this rank read for the step."""
+        return self.extra_data if self.data is None else (self.data, *self.extra_data)
 
 
 class LoaderChecked(RankEvent, kw_only=True):

@@ -14,7 +14,7 @@ the fragments that were exchanged since they were trained, and in no other; in n
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -24,7 +24,7 @@ from typing import Any, Literal
 from titan_ft.history.batches.reopenings import find_reopenings
 from titan_ft.history.checks.foundation import find_gaps
 from titan_ft.history.fold.unit import STEP, Unit
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
 from titan_ft.history.record.trajectory import ROOT, State, chain_to
 from titan_ft.history.rounds import find_partial
 from titan_ft.history.timing.timeline import timeline
@@ -133,15 +133,18 @@ class Split:
 
 @view
 def find_splits(record: RunRecord) -> dict[str, Split]:
-    """Return how the data were cut for each state, by lineage, as far as events say so."""
-    found: dict[str, Split] = {}
+    """Return how the data were cut for each state, by lineage, as far as events say so; empty if always alike."""
+    cuts: list[tuple[ProcessHistory, Split]] = []
     for process in record.processes:
         opened = next((event for event in process.events if isinstance(event, DataOpened)), None)
         if opened is None or process.config is None or not opened.num_shards:
             continue
-        split = Split(opened.num_shards // process.config.group_size, opened.num_shards)
-        for commit in process.commits():
-            found.setdefault(commit.lineage, split)
+        cuts.append((process, Split(opened.num_shards // process.config.group_size, opened.num_shards)))
+    found: dict[str, Split] = {}
+    if len({split for _, split in cuts}) > 1:
+        for process, split in cuts:
+            for commit in process.commits():
+                found.setdefault(commit.lineage, split)
     return found
 
 
@@ -225,21 +228,25 @@ def _differing(record: RunRecord) -> list[Finding]:
     """Return the batches of which the same rank read other tokens at another time."""
     resets = find_resets(record)
     splits = find_splits(record)
-    seen: dict[tuple[int, Split | None, int, int, int, int], dict[str, int]] = defaultdict(dict)
+    seen: dict[tuple[int, Split | None, int, int, int, int], tuple[str, int]] = {}
+    differing: dict[tuple[int, Split | None, int, int, int, int], dict[str, int]] = {}
     for event in record.of(StepCommitted):
         # With another cut, the rank of the same number has another shard of the slot.
         split = splits.get(event.lineage)
+        span = bisect_right(resets, event.time)
         for data in event.readings():
-            span = bisect_right(resets, event.time)
             key = span, split, data.slot, data.first_batch, data.num_batches, event.rank
-            seen[key].setdefault(data.checksum, event.step)
+            checksum, step = seen.setdefault(key, (data.checksum, event.step))
+            if checksum != data.checksum:
+                differing.setdefault(key, {checksum: step}).setdefault(data.checksum, event.step)
     found = []
-    for (_, _, slot, first, count, rank), steps in seen.items():
-        if len(steps) > 1:
-            noun = record.unit.noun
-            readings = ", ".join(f"checksum {checksum} at {noun} {step}" for checksum, step in steps.items())
-            detail = f"differs when read again by rank {rank} ({readings})"
-            found.append(Finding(slot, first, count, tuple(steps.values()), detail))
+    noun = record.unit.noun
+    for key in filter(differing.__contains__, seen):
+        _, _, slot, first, count, rank = key
+        steps = differing[key]
+        readings = ", ".join(f"checksum {checksum} at {noun} {step}" for checksum, step in steps.items())
+        detail = f"differs when read again by rank {rank} ({readings})"
+        found.append(Finding(slot, first, count, tuple(steps.values()), detail))
     return found
 
 
@@ -281,7 +288,9 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
     for part in find_partial(record, chain):
         state = part.state
         # A group that died behind its exchange tells no more what it had read: its own slot's, then.
-        read = state.read.get(part.group) or _batches_of({part.group: state.batches.get(part.group, (0, 0))})
+        read = _batches_read(state, part.group)
+        if not read:
+            read = _batches_of({part.group: state.batches.get(part.group, (0, 0))})
         detail = f"partial: trained at {noun} {state.step} by group {part.group}, in {part.has} of {part.of} fragments"
         found.partial += [Finding(*batches, (state.step,), detail) for batches in _ranges(read)]
     if not whole:
@@ -365,12 +374,16 @@ def _count_uses(shard: str, uses: Sequence[_Use], start: int, found: Audit) -> N
 
 def _compare_readings(state: State, found: Audit) -> None:
     """Compare the batches that a step counts with those that its groups read for it, as far as known."""
+    if _reads_as_counted(state):
+        return
     counted = _batches_of(state.batches)
-    for replica, read in sorted(state.read.items()):
+    readers = Counter[tuple[int, int]]()
+    for replica in sorted(state.read):
+        read = _batches_read(state, replica)
+        readers.update(read)
         for slot, first, count in _ranges(read - counted):
             wrong = Finding(slot, first, count, (state.step,), f"trained by group {replica}, not counted")
             found.conflicts.append(f"{found.unit.noun} {state.step}: {wrong}")
-    readers = Counter(batch for read in state.read.values() for batch in read)
     for slot, first, count in _ranges({batch for batch, times in readers.items() if times > 1}):
         detail = f"trained by several groups at {found.unit.noun} {state.step}"
         found.repeated.append(Finding(slot, first, count, (state.step,), detail))
@@ -379,6 +392,29 @@ def _compare_readings(state: State, found: Audit) -> None:
             detail = f"counted at {found.unit.noun} {state.step}, but read by no group"
             found.lost.append(Finding(slot, first, count, (state.step,), detail))
             found.num_batches -= count
+
+
+def _reads_as_counted(state: State) -> bool:
+    """Return whether each participant read one slot's batches, as the step counts them, and no two the same slot's."""
+    slots = set()
+    for read in state.read.values():
+        own = {(data.slot, data.first_batch, data.num_batches) for data in read}
+        if len(own) != 1:
+            return False
+        slot, first, count = own.pop()
+        if state.batches.get(slot) != (first, count):
+            return False
+        slots.add(slot)
+    return len(slots) == len(state.read) == len(state.batches) and state.participants <= state.read.keys()
+
+
+def _batches_read(state: State, replica: int) -> set[tuple[int, int]]:
+    """Return each (slot, batch) that a group read for a step."""
+    return {
+        (data.slot, batch)
+        for data in state.read.get(replica, ())
+        for batch in range(data.first_batch, data.first_batch + data.num_batches)
+    }
 
 
 def _batches_of(batches: Mapping[int, tuple[int, int]]) -> set[tuple[int, int]]:

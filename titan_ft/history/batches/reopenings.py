@@ -80,15 +80,15 @@ def _untold(process: ProcessHistory) -> Iterator[str]:
     ends: dict[int, int] = {}
     first_opened: dict[int, int] = {}
     for event in process.events:
-        if isinstance(event, DataOpened):
-            earliest = first_opened.get(event.slot, event.first_batch)
-            first_opened[event.slot] = min(earliest, event.first_batch)
-        elif isinstance(event, UsualSteps):
-            ends[event.slot] = event.next_batch
-        elif isinstance(event, StepCommitted):
+        if isinstance(event, StepCommitted):
             for data in event.readings():
                 known = data.first_batch <= ends.get(data.slot, 0)
                 if not known and first_opened.get(data.slot, data.first_batch + 1) > data.first_batch:
                     yield f"slot {data.slot} at batch {data.first_batch}, by {process.name}"
                 end = data.first_batch + data.num_batches
                 ends[data.slot] = max(end, ends.get(data.slot, 0))
+        elif isinstance(event, DataOpened):
+            earliest = first_opened.get(event.slot, event.first_batch)
+            first_opened[event.slot] = min(earliest, event.first_batch)
+        elif isinstance(event, UsualSteps):
+            ends[event.slot] = event.next_batch

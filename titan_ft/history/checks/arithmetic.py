@@ -18,7 +18,10 @@ def check_arithmetic(record: RunRecord, found: Judgement) -> None:
     num_states = 0
     for lineage, events in record.commits_of.items():
         first: dict[str, float] = {}
-        num_states += len({event.replica for event in events}) > 1 or lineage in record.usual
+        if lineage in record.usual:
+            num_states += 1
+            continue
+        num_states += len({event.replica for event in events}) > 1
         for event in events:
             for name in FIGURES:
                 value = getattr(event, name)  # null where it was not finite

@@ -57,14 +57,15 @@ def _check_rates(record: RunRecord, found: Judgement) -> int:
     noun = record.unit.noun
     rates: dict[tuple[object, ...], tuple[float | None, StepCommitted]] = {}
     compared = record.num_omitted - len(record.firsts)
+    states = record.states
     for process in record.processes:
         digest = ""
         for event in process.events:
-            if isinstance(event, WorkerStarted):
-                digest = event.config_digest
             if not isinstance(event, StepCommitted):
+                if isinstance(event, WorkerStarted):
+                    digest = event.config_digest
                 continue
-            rate, share = event.lr, len(record.states[event.lineage].batches)
+            rate, share = event.lr, len(states[event.lineage].batches)
             first, other = rates.setdefault((digest, event.step, share), (rate, event))
             compared += other is not event
             # Within one state a difference is that of its groups' arithmetic.

@@ -11,6 +11,7 @@ from titan_ft.history.checks.foundation import object_to_absence
 from titan_ft.history.digests import compare_digests
 from titan_ft.history.judgement import Judgement, count
 from titan_ft.history.record.run_record import ProcessHistory, RunRecord
+from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.run.events import (
     DigestMismatch,
     Drained,
@@ -34,26 +35,27 @@ def check_digests(record: RunRecord, found: Judgement) -> None:
     table: dict[tuple[str, int], list[Word]] = defaultdict(list)
     for process in record.processes:
         for event in process.events:
-            if isinstance(event, StepCommitted | TrainingFinished | Drained) and event.digest and event.lineage:
+            if isinstance(event, (StepCommitted, TrainingFinished, Drained)) and event.digest and event.lineage:
                 table[event.lineage, process.rank].append((process, event, event.digest))
-    compared = compare_digests(
-        (key, process.replica, digest) for key, words in table.items() for process, _, digest in words
-    )
+    told = ((key, process.replica, digest) for key, words in table.items() for process, _, digest in words)
+    compared = compare_digests(told, record.num_usual_comparisons)
     for lineage, rank in sorted(compared.differing):
         step = record.commits_of[lineage][0].step if lineage in record.commits_of else 0
         _judge_difference(record, table[lineage, rank], step, found)
     final = _compare_ends(record, found)
     digests = sum(len(table[key]) for key in compared.compared)
+    digests += sum(event.num_digests for event in record.of(UsualSteps))
     states = len({lineage for lineage, _ in compared.compared})
+    states += sum(bool(first.digest) for first in record.firsts)
     found.statement = (
         f"{count(digests, 'digest')} of {count(states, 'state')} agree between groups, rank by rank{final}"
     )
     if compared.differing:
-        found.statement = f"{len(compared.differing)} of {len(compared.compared)} comparisons of digests differ{final}"
-    if not compared.compared and record.goes_on:
+        found.statement = f"{len(compared.differing)} of {compared.num_compared} comparisons of digests differ{final}"
+    if not compared.num_compared and record.goes_on:
         found.asked = False  # a sound run would be "unknown" until its first digest: 50 steps, as a rule
         found.statement = "no digest of two groups yet (fault_tolerance.digest_every)"
-    elif not compared.compared:
+    elif not compared.num_compared:
         found.unknown.append("no two groups have a digest of the same state (fault_tolerance.digest_every)")
 
 

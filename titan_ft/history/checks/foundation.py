@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from titan_ft.history.judgement import Judgement, count
 from titan_ft.history.outcomes.outcome import find_outcome
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
 from titan_ft.history.record.trajectory import ROOT, State
 from titan_ft.run.events import (
     CheckpointLoaded,
@@ -89,17 +89,21 @@ def _unseen_steps(record: RunRecord) -> list[str]:
 
 def _unseen_by_rank(record: RunRecord) -> list[str]:
     """Name ranks that do not tell of several steps that other ranks of their group have made with them."""
-    made: dict[tuple[int, int, int], dict[int, set[str]]] = defaultdict(dict)
+    attempts: dict[tuple[int, int, int], list[ProcessHistory]] = defaultdict(list)
     launches = [event.time for event in record.of(LaunchStarted)]
     for process in record.processes:
-        lineages = {commit.lineage for commit in process.commits()}
         # Attempts are counted anew in each launch, and a resume may give a group fewer ranks.
         launch = bisect_right(launches, process.events[0].time)
-        made[launch, process.replica, process.attempt].setdefault(process.rank, set()).update(lineages)
+        attempts[launch, process.replica, process.attempt].append(process)
     found = []
-    for (_, replica, attempt), ranks in made.items():
-        together = set().union(*ranks.values())
-        for rank, own in ranks.items():
+    for (_, replica, attempt), processes in attempts.items():
+        if len({process.rank for process in processes}) == 1:
+            continue
+        made: dict[int, set[str]] = defaultdict(set)
+        for process in processes:
+            made[process.rank].update(commit.lineage for commit in process.commits())
+        together = set().union(*made.values())
+        for rank, own in made.items():
             missing = len(together - own)
             if missing > 1:
                 who = f"group {replica}, attempt {attempt}, rank {rank}"
@@ -187,9 +191,13 @@ def check_clock(record: RunRecord, found: Judgement) -> None:
 @view
 def clock_jumps(record: RunRecord) -> list[tuple[Event, float]]:
     """Return each event before which its host's wall clock was set, and by how many seconds."""
-    pairs = [pair for events in _by_host(record).values() for pair in pairwise(events)]
-    jumps = [(after, (after.time - before.time) - (after.mono - before.mono)) for before, after in pairs]
-    return [(event, seconds) for event, seconds in jumps if abs(seconds) > TOLERANCE_SECONDS]
+    jumps = []
+    for events in _by_host(record).values():
+        for before, after in pairwise(events):
+            seconds = (after.time - before.time) - (after.mono - before.mono)
+            if abs(seconds) > TOLERANCE_SECONDS:
+                jumps.append((after, seconds))
+    return jumps
 
 
 @view

@@ -14,7 +14,7 @@ from titan_ft.history.checks.foundation import object_to_absence
 from titan_ft.history.fold.faults import RecordedFault
 from titan_ft.history.judgement import Judgement, count
 from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
-from titan_ft.history.timing.waits import StepWait, count_unknown, find_waits
+from titan_ft.history.timing.waits import StepWait, count_unknown, find_waits_for_joiners
 from titan_ft.run import events as ev
 
 LONG_STEPS = 4
@@ -83,9 +83,8 @@ def find_joinings(record: RunRecord) -> list[Joining]:
         if process.rank == 0:
             of_slots[process.replica] += _joinings_of(process)
     waits: dict[int, list[StepWait]] = defaultdict(list)
-    for wait in find_waits(record):
-        if wait.why in ("catching_up", "asked"):
-            waits[wait.slot].append(wait)
+    for wait in find_waits_for_joiners(record):
+        waits[wait.slot].append(wait)
     found: list[Joining] = []
     for slot, joinings in of_slots.items():
         joinings.sort(key=lambda joining: joining.begin)
@@ -143,7 +142,7 @@ def _check_asked(record: RunRecord, found: Judgement) -> None:
         if asked.isdisjoint(event.slots or ()):
             text = f"the update waited for groups {event.slots}, which did not ask for it"
             object_to_absence(record, found, text, event)
-    seconds = sum(wait.seconds for wait in find_waits(record) if wait.why == "asked")
+    seconds = sum(wait.seconds for wait in find_waits_for_joiners(record) if wait.why == "asked")
     if asked:
         steps = len({event.step for event in waits})
         who = f"groups {sorted(asked)} asked the others to wait, for {count(steps, record.unit.noun)}"

@@ -40,6 +40,13 @@ ENDS = ("killed", "left", "hung")
 END_SECONDS = 30.0
 """A group that ends so shortly before the launch does is not started again."""
 CLOCK_SECONDS = 1.0
+_ENDS_OF_HEALS = (
+    ev.HealFinished,
+    ev.HealFailed,
+    ev.CatchUpRenewed,
+    ev.RolledBack,
+    ev.EventsDropped,
+)
 FOLLOWED: tuple[type[ev.GroupEvent], ...] = (ev.ReplicaRestarted, ev.ReplicaGaveUp, ev.SpareTookOver)
 
 
@@ -150,13 +157,14 @@ def _check_heals(process: ProcessHistory, record: RunRecord, found: Judgement) -
     """Object to a heal that neither ended nor failed in a process that trained on."""
     begun: ev.HealStarted | None = None
     for event in process.events:
-        if isinstance(event, ev.HealStarted):
-            begun = event
-        elif isinstance(event, ev.HealFinished | ev.HealFailed | ev.CatchUpRenewed | ev.RolledBack | ev.EventsDropped):
+        if isinstance(event, (ev.StepCommitted, ev.TrainingFinished)):
+            if begun is not None:
+                text = "began a heal, and trains on without an event about how it ended"
+                object_to_absence(record, found, text, begun)
             begun = None
-        elif isinstance(event, ev.StepCommitted | ev.TrainingFinished) and begun is not None:
-            text = "began a heal, and trains on without an event about how it ended"
-            object_to_absence(record, found, text, begun)
+        elif isinstance(event, ev.HealStarted):
+            begun = event
+        elif isinstance(event, _ENDS_OF_HEALS):
             begun = None
     ended = process.exit is not None or process.ended_in_order or record.launch_end is not None
     if begun is not None and not ended and not record.goes_on:

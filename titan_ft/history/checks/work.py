@@ -22,6 +22,9 @@ from titan_ft.run.events import (
     WorkerStarted,
 )
 
+_LOSES_STATE = (*Healed, EventsDropped)
+"""After these a process may go on from any state, or its events do not tell from which."""
+
 
 def check_work(record: RunRecord, found: Judgement) -> None:
     """Check the commits of each process: each goes on from the one before, one forward pass for each batch.
@@ -75,9 +78,7 @@ def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -
     # It may go on from any state that it got in the meantime, or in a part of its events that is missing.
     free = not any(isinstance(event, WorkerStarted) for event in process.events)
     for event in process.events:
-        if isinstance(event, Healed | EventsDropped):
-            free = True
-        elif isinstance(event, StepCommitted | UsualSteps):
+        if isinstance(event, (StepCommitted, UsualSteps)):
             parent = event.parent
             known = parent == ROOT or parent in record.states
             if not known and not free and (held is None or parent != held.lineage):
@@ -91,6 +92,8 @@ def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -
                 text = f"goes on from the state {parent}; it held {before}, and did not heal between"
                 found.object_to(text, event)
             held, free = event, False
+        elif isinstance(event, _LOSES_STATE):
+            free = True
 
 
 def _skipped_steps(process: ProcessHistory, record: RunRecord) -> Iterator[str]:
@@ -99,23 +102,24 @@ def _skipped_steps(process: ProcessHistory, record: RunRecord) -> Iterator[str]:
     Who has healed joins in the midst of a round. Who comes so late to a round that the others are at its end skips it.
     """
     holds = False
+    unit = record.unit
     for event in process.events:
-        if isinstance(event, Healed | EventsDropped):
-            holds = False
-        elif isinstance(event, StepCommitted):
-            length = record.unit.step_after(event.step) - record.unit.step_after(event.step - 1)
-            if holds and event.inner_steps is not None and event.inner_steps < length:
-                yield f"group {event.replica} made {event.inner_steps} of {length} of round {event.step}"
+        if isinstance(event, StepCommitted):
+            if holds and event.inner_steps is not None and event.inner_steps < unit.steps:
+                length = unit.step_after(event.step) - unit.step_after(event.step - 1)
+                if event.inner_steps < length:  # the last round may be shorter
+                    yield f"group {event.replica} made {event.inner_steps} of {length} of round {event.step}"
             holds = True
+        elif isinstance(event, _LOSES_STATE):
+            holds = False
 
 
 def _fell_behind(process: ProcessHistory) -> int:
     """Return how often a process that had committed healed: its gradients of the step under way were thrown away."""
-    committed, times = False, 0
-    for event in process.events:
-        committed = committed or isinstance(event, StepCommitted)
-        times += committed and isinstance(event, HealFinished)
-    return times
+    first = next(process.commits(), None)
+    if first is None:
+        return 0
+    return sum(isinstance(event, HealFinished) and event.mono >= first.mono for event in process.events)
 
 
 def _count_wasted(process: ProcessHistory, record: RunRecord, found: Judgement) -> Counter[str]:
@@ -127,16 +131,11 @@ def _count_wasted(process: ProcessHistory, record: RunRecord, found: Judgement) 
     void: dict[tuple[int, int], str | None] = {}  # (slot, first batch) -> why its first computation does not count
     excluded: set[int] = set()
     was_cut = False  # what excluded the gradients of the next step may be among the events that are missing
+    on_chain, states = record.on_chain, record.states
     for event in process.events:
-        if isinstance(event, EventsDropped):
-            void, excluded, was_cut = {}, set(), True
-        elif isinstance(event, Healed | FaultInjected):
-            void = {batch: why or f"{record.unit.noun}s that were thrown away" for batch, why in void.items()}
-        elif isinstance(event, GradientExcluded):
-            excluded = set(event.slots)
-        elif isinstance(event, StepCommitted):
-            counted = event.contributed and event.lineage in record.on_chain
-            batches = record.states[event.lineage].batches
+        if isinstance(event, StepCommitted):
+            counted = event.contributed and event.lineage in on_chain
+            batches = states[event.lineage].batches
             for data in event.readings():
                 slot, first = data.slot, data.first_batch
                 if (slot, first) in void:
@@ -148,6 +147,12 @@ def _count_wasted(process: ProcessHistory, record: RunRecord, found: Judgement) 
                 if not counted or slot not in batches:
                     void[slot, first] = _why_void(process.replica in excluded, was_cut)
             excluded, was_cut = set(), False
+        elif isinstance(event, EventsDropped):
+            void, excluded, was_cut = {}, set(), True
+        elif isinstance(event, (FaultInjected, *Healed)):
+            void = {batch: why or f"{record.unit.noun}s that were thrown away" for batch, why in void.items()}
+        elif isinstance(event, GradientExcluded):
+            excluded = set(event.slots)
     return wasted
 
 

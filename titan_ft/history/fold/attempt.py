@@ -89,12 +89,14 @@ class Attempt:
         """Take the next event of the attempt."""
         time = event.time_us
         self.last_us = time
+        if isinstance(event, ev.StepCommitted):
+            self.last_by_rank[event.rank] = time
+            if event.rank == 0:
+                self.committed_us = self.alive_us = time
+            return
         if is_of_worker(event):
             self.last_by_rank[event.rank or 0] = time
         match event:
-            case ev.StepCommitted():
-                if event.rank == 0:
-                    self.committed_us = self.alive_us = time
             case ev.HealFinished() if event.rank == 0:
                 self.alive_us = time
             case ev.WorkerExited():

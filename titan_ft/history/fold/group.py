@@ -89,15 +89,13 @@ class RankFold:
     rank: int
     attempt: int
     pid: int
+    last: ev.Event
+    """The rank's last event."""
     started: ev.WorkerStarted | None = None
     """The event of the start: host, agent and config of the worker; None if it is missing."""
     step: int | None = None
     """The last update that the rank committed in this attempt."""
     memory_bytes: int | None = None
-    last_event: str = ""
-    """Name of the rank's last event."""
-    time: float = 0.0
-    """Unix seconds of the last event."""
     ended: str = ""
     """The cause of the worker's end; empty while the worker lives."""
 
@@ -241,19 +239,17 @@ class GroupFold:
         if known is None or attempt > known.attempt or is_start:
             if known is not None and attempt < known.attempt:
                 return
-            known = self.ranks[rank] = RankFold(rank, attempt, event.pid)
+            known = self.ranks[rank] = RankFold(rank, attempt, event.pid, event)
         if attempt < known.attempt:
             return
-        known.last_event = event.name
-        known.time = event.time
-        match event:
-            case ev.WorkerStarted():
-                known.started = event
-                if rank == 0:
-                    self.host = event.node
-            case ev.StepCommitted():
-                known.step = event.step
-                known.memory_bytes = event.memory_bytes
+        known.last = event
+        if isinstance(event, ev.StepCommitted):
+            known.step = event.step
+            known.memory_bytes = event.memory_bytes
+        elif isinstance(event, ev.WorkerStarted):
+            known.started = event
+            if rank == 0:
+                self.host = event.node
 
     def observe_exit(self, event: ev.WorkerExited) -> None:
         """Take the end of a worker, of any attempt."""
@@ -270,6 +266,12 @@ class GroupFold:
         if self.state not in ALIVE:
             return
         match event:
+            case ev.StepCommitted():
+                self.state = "training"
+                self.held_step = event.step
+                self.commit = event
+                self.participants = tuple(event.participants)
+                self.waited = event.waits[0] if event.waits else None
             case ev.Joined():
                 self.participants = tuple(event.participants)
                 if self.state in ("not started", "starting"):
@@ -287,12 +289,6 @@ class GroupFold:
                 self.held_step = commits_after_load
             case ev.Waiting() if event.slots:
                 self.waited = ev.Waited(slot=event.slots[0], seconds=0.0, why=event.why or "")
-            case ev.StepCommitted():
-                self.state = "training"
-                self.held_step = event.step
-                self.commit = event
-                self.participants = tuple(event.participants)
-                self.waited = event.waits[0] if event.waits else None
 
 
 def is_of_worker(event: ev.Event) -> bool:

@@ -113,7 +113,8 @@ class RunFold:
     def observe(self, event: ev.Event) -> None:
         """Take the next event."""
         # Nearly all events of a long run are commits, which say nothing of these.
-        if not isinstance(event, ev.StepCommitted):
+        is_commit = isinstance(event, ev.StepCommitted)
+        if not is_commit:
             self._apply_run_event(event)
             self.faults.observe(event)
             self.checkpoints.observe(event)
@@ -121,19 +122,20 @@ class RunFold:
         self.last_event = max(self.last_event, event.time)
         if event.replica is None:
             return
-        self._add_groups(event.replica, event)
+        if event.replica not in self.groups:
+            self._add_slots([event.replica])
         key = (event.replica, event.attempt or 0)
         attempt = self.attempts.get(key)
         if attempt is None:
             attempt = self.attempts[key] = Attempt(*key, begin_us=event.time_us)
         attempt.observe(event)
-        if isinstance(event, ev.FaultEvent):
-            self._note_agent_fault(self.groups[event.replica], event)
-            return
         group = self.groups[event.replica]
+        if isinstance(event, ev.FaultEvent):
+            self._note_agent_fault(group, event)
+            return
         if isinstance(event, ev.WorkerExited):
             group.observe_exit(event)
-        elif is_of_worker(event):
+        elif is_commit or is_of_worker(event):
             self._apply_rank_event(group, event)
         is_of_earlier_attempt = (event.attempt or 0) < group.attempt
         if not is_of_earlier_attempt:
@@ -174,6 +176,9 @@ class RunFold:
                     hit.last_fault = event
             case ev.WorkerStarted():
                 self.hosts.note_start(event)
+                if event.config is not None:
+                    self._take_config(event)
+                    self._add_slots(range(event.config.group_size))
             case ev.WorkerExited():
                 self.hosts.note_exit(event)
                 self.ended_workers.add((event.replica, event.rank, event.attempt, event.worker_pid))
@@ -226,14 +231,6 @@ class RunFold:
             group.observe_rank(event, event.rank)
         if isinstance(event, ev.FaultInjected) and event.attempt is not None:
             group.attempt_with_fault = max(event.attempt, group.attempt_with_fault or 0)
-
-    def _add_groups(self, slot: int, event: ev.Event) -> None:
-        """Add the groups of a run that no launcher announced."""
-        if slot not in self.groups:
-            self._add_slots([slot])
-        if isinstance(event, ev.WorkerStarted) and event.config is not None:
-            self._take_config(event)
-            self._add_slots(range(event.config.group_size))
 
     def _take_config(self, worker: ev.WorkerStarted) -> None:
         self.worker = worker
@@ -352,6 +349,9 @@ class RunFold:
     def _apply_worker_event(self, group: GroupFold, event: ev.Event) -> None:
         # These events count from any rank.
         match event:
+            case ev.StepCommitted():
+                if event.own_tokens > 0:
+                    group.contributed = (event.attempt, event.step)
             case ev.Drained():
                 # The others go on without the group as soon as one of its ranks has left.
                 group.state = "left"
@@ -364,8 +364,6 @@ class RunFold:
                 self._excluded[event.step].update(event.slots)
             case ev.ExchangeFailed():
                 self._broken.setdefault(event.step + 1, event.time)
-            case ev.StepCommitted() if event.own_tokens > 0:
-                group.contributed = (event.attempt, event.step)
         if event.rank != 0:
             return
         match event:

@@ -38,7 +38,7 @@ from titan_ft.run.tail import EventTail
 from titan_ft.system.whole_file import write_whole
 
 FILE = "reduced.msgpack"
-FORMAT = 4
+FORMAT = 5
 """Raise it where `Reducer` takes other steps for usual, or says anything else of them."""
 SETTLED_SECONDS = 1.0
 """Events older than this are in their files, whichever host wrote them."""
@@ -259,7 +259,6 @@ class _Pool:
     """Let the commits of a history share equal values: each of its own would take several times the memory."""
 
     def __init__(self) -> None:
-        self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
         self._participants: list[int] = []
         self._nothing: list[Batches] = []
 
@@ -293,9 +292,10 @@ class _Pool:
             event.participants = self._participants
         self._participants = event.participants
         # All slots have mostly trained the same batches.
-        share = self._pairs.setdefault
-        event.batches = {slot: share(pair, pair) for slot, pair in event.batches.items()}
-        self._pairs = dict(zip(event.batches.values(), event.batches.values(), strict=True))
+        pairs: dict[tuple[int, int], tuple[int, int]] = {}
+        batches = event.batches
+        for slot, pair in batches.items():
+            batches[slot] = pairs.setdefault(pair, pair)
 
 
 def _pack(events: list[Any], firsts: list[StepCommitted]) -> _Part:

@@ -32,7 +32,7 @@ from titan_ft.run.paths import RunPaths
 
 E = TypeVar("E", bound=ev.Event)
 T = TypeVar("T")
-Healed = ev.HealFinished | ev.CheckpointLoaded | ev.RolledBack | ev.StartedAnew
+Healed = (ev.HealFinished, ev.CheckpointLoaded, ev.RolledBack, ev.StartedAnew)
 """After these a process goes on from another state than the one it held."""
 STEADY_SECONDS = 0.1
 """Wall clocks that part by less from the monotonic clock were not set."""
@@ -58,22 +58,22 @@ class ProcessHistory:
     def name(self) -> str:
         return f"group {self.replica}, attempt {self.attempt}, rank {self.rank}"
 
-    @property
+    @cached_property
     def config(self) -> ev.WorkerConfig | None:
         """Its config, as far as it is written; None where that is missing."""
         return next((event.config for event in self.events if isinstance(event, ev.WorkerStarted)), None)
 
-    @property
+    @cached_property
     def ended_in_order(self) -> bool:
         """Whether it wrote that it finished, or left because it was asked to."""
-        return any(isinstance(event, ev.TrainingFinished | ev.Drained) for event in self.events)
+        return any(isinstance(event, (ev.TrainingFinished, ev.Drained)) for event in self.events)
 
     def commits(self) -> Iterator[ev.StepCommitted]:
         """Yield its commits."""
         return (event for event in self.events if isinstance(event, ev.StepCommitted))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Point:
     """One step of the loss curve.
 
@@ -191,6 +191,13 @@ class RunRecord:
         """How many commits of usual steps, of all processes together, are not among the events."""
         return sum(event.num_steps for event in self.of(UsualSteps))
 
+    @cached_property
+    def num_usual_comparisons(self) -> int:
+        """Pairs of a usual step and a rank of which all groups have the same digest."""
+        # The processes of a rank commit the same steps as usual, and take a digest of the same ones.
+        each = {(event.parent, event.rank): event.num_digests for event in self.of(UsualSteps)}
+        return sum(each.values())
+
     @property
     def num_events(self) -> int:
         """How many events the processes wrote."""
@@ -249,8 +256,8 @@ class RunRecord:
     @cached_property
     def groups(self) -> list[int]:
         """The groups that were launched, and those that have events."""
-        launches = self.of(ev.LaunchStarted)
-        return sorted({*range(launches[-1].replicas if launches else 0), *self.attempts})
+        launch = self.fold.launch
+        return sorted({*range(launch.replicas if launch else 0), *self.attempts})
 
     @cached_property
     def group_size(self) -> int:
@@ -350,7 +357,7 @@ class RunRecord:
 
     @cached_property
     def _states(self) -> tuple[dict[str, State], list[str]]:
-        return read_states(self._told_commits)
+        return read_states(self._told_commits, self.usual)
 
     @property
     def states(self) -> dict[str, State]:
@@ -369,7 +376,8 @@ class RunRecord:
         if not self.states:
             return [], unknown
         restarts: list[Restart] = [*self.of(ev.CheckpointLoaded), *self.of(ev.RolledBack), *self.of(ev.StartedAnew)]
-        return final_states(self.states, restarts, self.of(ev.TrainingFinished), unknown), unknown
+        finished = self.of(ev.TrainingFinished)
+        return final_states(self.states, self.commits_of, restarts, finished, unknown), unknown
 
     @cached_property
     def chain(self) -> list[State]:
@@ -396,11 +404,13 @@ class RunRecord:
         return [event for event in self.commits if event.lineage not in self.void]
 
     @cached_property
-    def makers(self) -> dict[int, set[int]]:
+    def makers(self) -> dict[int, frozenset[int]]:
         """For each step the groups whose gradients are in it."""
-        found: dict[int, set[int]] = defaultdict(set)
-        for event in [*self.kept, *self.firsts]:
-            found[event.step].update(event.participants)
+        found: dict[int, frozenset[int]] = {}
+        for state in self.states.values():
+            if state.lineage not in self.void:
+                known = found.get(state.step)
+                found[state.step] = state.participants if known is None else known | state.participants
         return found
 
     @cached_property

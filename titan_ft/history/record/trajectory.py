@@ -8,10 +8,11 @@ the chain of parents backwards from its final state; commits off the chain are v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titan_ft.run.events import (
+    Batches,
     CheckpointLoaded,
     RolledBack,
     StartedAnew,
@@ -34,38 +35,39 @@ class State:
     batches: dict[int, tuple[int, int]]  # slot -> first batch, number of batches
     # Nearly all states of a run have the same groups: they share one set, for a set of 30 takes 2 KB.
     participants: frozenset[int] = frozenset()
-    committed: frozenset[int] = frozenset()  # replicas
-    read: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # replica -> (slot, batch)
+    read: dict[int, list[Batches]] = field(default_factory=dict)  # replica -> of all its ranks
 
 
-def read_states(commits: Iterable[StepCommitted]) -> tuple[dict[str, State], list[str]]:
-    """Return the states that commits made, by lineage, and where events contradict each other."""
+def read_states(commits: Iterable[StepCommitted], usual: Collection[str]) -> tuple[dict[str, State], list[str]]:
+    """Return the states that commits made, by lineage, and where events contradict each other.
+
+    Args:
+        usual: lineages of usual steps, of which nobody asks who read what.
+    """
     states: dict[str, State] = {}
     disagreements: dict[str, str] = {}
     pool: dict[frozenset[int], frozenset[int]] = {}
     for event in commits:
         lineage, parent, step = event.lineage, event.parent, event.step
-        state = states.setdefault(lineage, State(lineage, parent, step, event.time, event.batches))
-        if (state.parent, state.step) != (parent, step):
+        state = states.get(lineage)
+        if state is None:
+            state = states[lineage] = State(lineage, parent, step, event.time, event.batches)
+        if state.parent != parent or state.step != step:
             disagreements[lineage] = f"events disagree about what made the state {lineage}: step {state.step} or {step}"
-        if event.batches != state.batches:
+        if event.batches is not state.batches and event.batches != state.batches:
             disagreements[lineage] = f"events disagree about the batches of step {step} ({lineage})"
-        if event.replica not in state.committed:
-            committed = state.committed | {event.replica}
-            state.committed = pool.setdefault(committed, committed)
         if event.contributed:
             if not state.participants.issuperset(event.participants):
                 participants = state.participants.union(event.participants)
                 state.participants = pool.setdefault(participants, participants)
-            read = state.read.setdefault(event.replica, set())
-            for data in event.readings():
-                for batch in range(data.first_batch, data.first_batch + data.num_batches):
-                    read.add((data.slot, batch))
+            if lineage not in usual:
+                state.read.setdefault(event.replica, []).extend(event.readings())
     return states, list(disagreements.values())
 
 
 def final_states(
     states: Mapping[str, State],
+    commits_of: Mapping[str, Sequence[StepCommitted]],
     restarts: Sequence[Restart],
     finished: Sequence[TrainingFinished],
     unknown: list[str],
@@ -73,7 +75,12 @@ def final_states(
     """Return the states that the job may have ended with, the likeliest first; one, if the history is clear."""
     parents = {state.parent for state in states.values()}
     tips = [state for state in states.values() if state.lineage not in parents]
-    tips.sort(key=lambda state: (state.step, len(state.committed), state.time), reverse=True)
+
+    def rank(tip: State) -> tuple[int, int, float]:
+        groups = {commit.replica for commit in commits_of[tip.lineage]}
+        return tip.step, len(groups), tip.time
+
+    tips.sort(key=rank, reverse=True)
     likeliest = tips[0] if tips else max(states.values(), key=lambda state: state.step)
     while later := [tip for tip in tips if _supersedes(tip, likeliest, states, restarts)]:
         likeliest = later[0]

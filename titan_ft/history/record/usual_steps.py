@@ -11,8 +11,8 @@ and splits them in two:
 - Everything else is kept as it is.
 
 A step is usual only if no checker could object to it or say anything of it but count it (`_is_usual`), and if the
-`MARGIN` steps before and after it went as well and saw no other event of any process. So a failure, a fault, a save
-or a digest keeps its own events and those around it.
+`MARGIN` steps before and after it went as well and saw no other event of any process. So a failure, a fault or a save
+keeps its own events and those around it. A digest keeps its events only where groups have different ones.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class UsualSteps(ev.RankEvent, kw_only=True):
     memory_bytes: int | None  # at most
     slot: int  # whose batches it read
     next_batch: int  # number of the batch after those that it read
+    num_digests: int  # that it took, each equal to that of its rank in all other groups
     productive_us: int  # of the time since the commit before the first one: computing and updating
     exchange_us: int  # of the same: in the exchanges
 
@@ -186,7 +187,7 @@ class Reducer:
         """Decide about the oldest row: all that may make it unusual is known now."""
         row = self._rows.popleft()
         is_far_enough = self._num_quiet > 2 * MARGIN and self._may_be_usual(row[0].step)
-        if is_far_enough and self._before and not any(commit.digest for commit in row):
+        if is_far_enough and self._before and _digests_agree(row):
             self._add(row)
         else:
             self._close()
@@ -220,6 +221,7 @@ class Reducer:
                     memory_bytes=None,
                     slot=commit.data.slot,
                     next_batch=0,
+                    num_digests=0,
                     productive_us=0,
                     exchange_us=0,
                 )
@@ -231,6 +233,7 @@ class Reducer:
             if commit.memory_bytes is not None:
                 known.memory_bytes = max(known.memory_bytes or 0, commit.memory_bytes)
             known.next_batch = commit.data.first_batch + commit.data.num_batches
+            known.num_digests += bool(commit.digest)
             known.productive_us += productive_us
             known.exchange_us += exchange_us
 
@@ -294,6 +297,16 @@ def _agrees(commit: ev.StepCommitted, first: ev.StepCommitted) -> bool:
         and commit.participants == first.participants
         and commit.batches == first.batches
     )
+
+
+def _digests_agree(row: list[ev.StepCommitted]) -> bool:
+    """Return whether no process took a digest, or several groups have the same one of each rank."""
+    if not any(commit.digest for commit in row):
+        return True
+    digests: dict[int, list[str | None]] = {}
+    for commit in row:
+        digests.setdefault(commit.rank, []).append(commit.digest)
+    return all(each[0] and len(each) > 1 and set(each) == {each[0]} for each in digests.values())
 
 
 def _follows(before: dict[int, tuple[int, int]], batches: dict[int, tuple[int, int]]) -> bool:

@@ -49,7 +49,7 @@ _STATE_OF = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Phase:
     """A stretch of a group's time in one state; times in Unix microseconds."""
 

@@ -111,7 +111,11 @@ def find_rework(record: RunRecord) -> Rework:
 def _find_setbacks(record: RunRecord) -> Iterator[Setback]:
     """Yield the setbacks in order of time."""
     restarts = record.of(CheckpointLoaded, RolledBack, StartedAnew)
-    events: list[Any] = sorted([*restarts, *record.commits], key=lambda event: event.time)
+    if not restarts:
+        return
+    # Training may go back over steps that were not usual, and make them again as usual.
+    commits = [*record.commits, *record.firsts]
+    events: list[Any] = sorted([*restarts, *commits], key=lambda event: event.time)
     opened: list[_Open] = []
     step, last_commit = 0, record.begin
     known: set[str] = set()

@@ -1,14 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long the job waited for each group, and why, as `StepCommitted.waits` say.
+"""How long the job waited for joiners, and why it waited at all, as `StepCommitted.waits` say.
 
-`find_waits` returns a `StepWait` for each commit, awaited group and reason. `REASONS` has a phrase
-for each reason of `titan_ft.run.events.Waited.why`.
+`find_waits_for_joiners` returns a `StepWait` for each commit, awaited joiner and reason. `REASONS`
+has a phrase for each reason of `titan_ft.run.events.Waited.why`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from titan_ft.history.record.run_record import RunRecord, view
@@ -26,6 +25,7 @@ REASONS = {
     "too_few": "needed for min_replica_size",
 }
 """By reason, the words for it in reports: the activity or the absence of the awaited group."""
+_OF_JOINERS = ("catching_up", "asked")
 
 
 @dataclass(frozen=True)
@@ -47,31 +47,22 @@ class StepWait:
 
 
 @view
-def find_waits(record: RunRecord) -> list[StepWait]:
-    """Return the waits of all commits in order of time.
+def find_waits_for_joiners(record: RunRecord) -> list[StepWait]:
+    """Return the longest wait of each commit for each joiner and reason, in order of time.
 
-    Waits of commits whose state was thrown away later are included: the time is lost as well.
+    Waits of commits whose state was thrown away later are included: the time is lost as well. No
+    usual step has waited for a joiner.
     """
-    found: list[StepWait] = []
-    for commits in record.commits_of.values():
-        found += _longest_waits(commits)
-    return sorted(found, key=lambda wait: wait.time)
-
-
-def _longest_waits(commits: Iterable[StepCommitted]) -> list[StepWait]:
-    """Return the longest wait for each awaited group and reason.
-
-    Args:
-        commits: the events that the groups wrote about one and the same commit.
-    """
-    longest: dict[tuple[int, str], tuple[Waited, StepCommitted]] = {}
-    for commit in commits:
+    longest: dict[tuple[str, int, str], tuple[Waited, StepCommitted]] = {}
+    for commit in record.of(StepCommitted):
         for wait in commit.waits or ():
-            key = (wait.slot, wait.why)
+            if wait.why not in _OF_JOINERS:
+                continue
+            key = (commit.lineage, wait.slot, wait.why)
             known = longest.get(key)
             if known is None or wait.seconds > known[0].seconds:
                 longest[key] = (wait, commit)
-    return [
+    found = [
         StepWait(
             step=commit.step,
             slot=wait.slot,
@@ -82,6 +73,7 @@ def _longest_waits(commits: Iterable[StepCommitted]) -> list[StepWait]:
         )
         for wait, commit in longest.values()
     ]
+    return sorted(found, key=lambda wait: wait.time)
 
 
 def count_unknown(record: RunRecord) -> int:
