@@ -41,7 +41,7 @@ def check_contributes_at_once(events: Sequence[Event], replica: int) -> Event:
 @pytest.mark.alone
 def test_others_train_on_at_full_speed(make_job: Callable[..., Job]) -> None:
     """A transfer that lasts for many steps makes the others neither wait nor slower; the joiner replays them all."""
-    least, most, first = 8, 12, 6
+    least, most, first = 6, 9, 6
     hooks = {
         "faults": [kill(1, "backward", step=first)],
         "hold": 2,
@@ -50,8 +50,8 @@ def test_others_train_on_at_full_speed(make_job: Callable[..., Job]) -> None:
         "delays": sleepy(2, 0.2),  # sleep does not depend on what else the machine does
         "pin": True,
     }
-    # The tiny model's state of 5.5 MB takes 2.3 seconds, 10 steps of a quiet machine.
-    flags = ["--fault_tolerance.transfer_max_mbps=19"]
+    # The tiny model's state of 5.5 MB takes 1.1 seconds, 5 steps of a quiet machine.
+    flags = ["--fault_tolerance.transfer_max_mbps=40"]
     job = make_job(groups=2, steps=first + most + 8, hooks=hooks, flags=flags)
     job.run()
     events = check(job, survivors=[0])
@@ -136,59 +136,6 @@ def test_two_joiners_at_once(make_job: Callable[..., Job]) -> None:
     check_killed(job, events, [(replica, 0, "sigkill:backward") for replica in (1, 2)])
     assert {event["donor"] for event in named(events, "heal_started")} == {0, 3}
     assert [check_contributes_at_once(events, replica)["replayed"] > 0 for replica in (1, 2)] == [True, True]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("groups", [3, 4])
-def test_another_group_dies_during_a_catch_up(make_job: Callable[..., Job], groups: int) -> None:
-    """A group that dies and returns while another one catches up is sent to a free holder, or waits for one."""
-    # Group 1 fetches until group 2 is back and, if there is a holder that serves nobody, until that one serves it.
-    until = ["ready-2-1"] if groups == 3 else ["fetched-2-1"]
-    hooks = {
-        "faults": [kill(1, "backward", step=STEP), kill(2, "forward", after=["fetched-1-1"])],
-        "hold": 2,
-        "hold_fetching": None,
-        "delays": sleepy(groups, 0.05),
-        "pauses": [{"replica": 1, "attempt": 1, "after": until}],
-    }
-    job = make_job(groups=groups, steps=50, hooks=hooks, flags=["--fault_tolerance.transfer_max_mbps=100"])
-    job.run()
-    events = check(job, survivors=[replica for replica in range(groups) if replica not in (1, 2)])
-    check_killed(job, events, [(1, 0, "sigkill:backward"), (2, 0, "sigkill:forward")])
-    assert not named(events, "heal_failed", "waiting")
-    first, second = check_contributes_at_once(events, 1), check_contributes_at_once(events, 2)
-    (asked,) = of(events, 2, "heal_started")
-    assert first["donor"] == 0
-    if groups == 3:
-        assert asked["time"] > first["time"]
-    else:
-        assert asked["time"] < first["time"]
-        assert second["donor"] == 3
-
-
-@pytest.mark.slow
-def test_all_donors_but_one_die(make_job: Callable[..., Job]) -> None:
-    """A joiner that may have one donor asks one after the other, and heals from the last one that is left."""
-    donors = (0, 2, 3)
-    faults = [kill(1, "backward", step=STEP)]
-    for donor in donors:  # the first two that send a piece of their state die
-        one, other = (f"down-{peer}-0" for peer in donors if peer != donor)
-        faults += [
-            kill(donor, "serve", unless=[one, other]),
-            kill(donor, "serve", after=[one], unless=[other]),
-            kill(donor, "serve", after=[other], unless=[one]),
-        ]
-    hooks = {"faults": faults, "hold": 6, "hold_fetching": None, "delays": sleepy(4, 0.02)}
-    job = make_job(groups=4, steps=50, hooks=hooks, flags=["--fault_tolerance.heal_donors=1"])
-    job.run()
-    died = [event["replica"] for event in job.events("fault_injected")][1:]
-    (left,) = set(donors) - set(died)
-    events = check(job, survivors=[left])
-    check_killed(job, events, [(1, 0, "sigkill:backward"), *[(donor, 0, "sigkill:serve") for donor in died]])
-    assert [event["donor"] for event in of(events, 1, "heal_started")] == [*died, left]
-    assert [event["donor"] for event in of(events, 1, "heal_failed")] == died
-    for replica in (1, *died):
-        check_contributes_at_once(events, replica)
 
 
 @pytest.mark.slow

@@ -7,16 +7,12 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from harness.events import Event, audit
 from harness.job import Job
 from harness.trajectory import by_process, check, named
-
-from titan_ft.engine.drain import TERMINATED
 
 STEP = 4  # the step in which the first signal comes
 # What a survivor may stand still for: one step and the lighthouse's heartbeat timeout (0.5 s) on a busy machine. Well
@@ -98,29 +94,6 @@ def stall(events: list[Event], step: int) -> float:
     return max(gaps)
 
 
-@pytest.mark.slow
-def test_a_second_sigterm_ends_at_once(make_job: Callable[..., Job]) -> None:
-    """Signals within a second are one request; the next one ends a group that cannot finish its step."""
-    job = make_job(groups=2, hooks={"gates": [gate("never")], "hold": 2})
-    job.start()
-    job.wait_for_gate("never", 1)
-    began = time.monotonic()
-
-    def ended() -> bool:
-        if not job.groups[1].failed:
-            job.send_signal(1, signal.SIGTERM)
-        return job.groups[1].failed
-
-    job.mark("down-1-0")
-    job.wait_until(ended, 10, "a further SIGTERM has ended group 1")
-    assert time.monotonic() - began > 1.0
-    job.finish()
-    events = check(job, survivors=[0])
-    check_data(events)
-    assert job.groups[1].ended == [[TERMINATED]]
-    assert not named(events, "drained")
-
-
 def test_the_drain_timeout_abandons_a_step(make_job: Callable[..., Job]) -> None:
     """A step that takes longer than drain_timeout_seconds is not finished; its batch is trained on return."""
     flags = ["--fault_tolerance.drain_timeout_seconds=1"]
@@ -138,22 +111,6 @@ def test_the_drain_timeout_abandons_a_step(make_job: Callable[..., Job]) -> None
     assert (drained["replica"], drained["in_order"], drained["step"]) == (1, False, STEP - 1)
     assert "drain_timeout_seconds" in drained["reason"]
     assert "drain_timeout_seconds" in job.output(1)
-
-
-@pytest.mark.slow
-def test_a_dead_sibling_ends_a_rank_at_once(make_job: Callable[..., Job]) -> None:
-    """A rank whose sibling has died gets SIGTERM from its agent: no step can be finished, nobody waits for one."""
-    gates = [gate("never", rank=rank) for rank in range(2)]
-    job = make_job(groups=2, ranks=2, hooks={"gates": gates, "hold": 2})
-    job.start()
-    job.wait_for_gate("never", 1, range(2))
-    job.mark("down-1-0")
-    job.send_signal(1, signal.SIGKILL, rank=1)
-    job.finish()
-    events = check(job, survivors=[0])
-    check_data(events)
-    assert job.groups[1].ended == [[TERMINATED, -signal.SIGKILL]]  # and not SIGKILL for both, after the grace period
-    assert not named(events, "drained")
 
 
 def test_sigterm_while_waiting_for_the_first_step(make_job: Callable[..., Job]) -> None:

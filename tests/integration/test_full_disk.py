@@ -23,7 +23,6 @@ from titan_ft.cli.main import main
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.appender import any_is_cut
 from titan_ft.run.events import (
-    CheckpointSaved,
     Drained,
     Event,
     EventsDelayed,
@@ -37,7 +36,6 @@ from titan_ft.run.events import (
     WorkerStarted,
 )
 from titan_ft.run.log import read_events
-from titan_ft.run.marks import read_mark
 from titan_ft.run.paths import RunPaths
 
 SECONDS = 120.0  # for whatever is waited for; only a bug takes so long
@@ -157,24 +155,6 @@ def test_disk_that_is_full_for_a_while(
 
 
 @pytest.mark.slow
-def test_disk_that_stays_full(
-    launch: Callable[..., FullDiskRun], small_disk: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The run finishes with status 0; of what nobody could write nothing is claimed."""
-    run = launch(60)
-    run.fill_after(3)
-    assert run.end() == 0, run.text
-    assert "all groups finished" in run.text
-    assert not run.of(TrainingFinished)
-    assert read_mark(run.paths.finished) is not None
-    assert main(["check", str(run.paths.root)]) == 1
-    text = capsys.readouterr().out
-    assert "\n  verdict: unknown: " in text, text
-    assert "does not hold" not in text
-    assert "are missing: they waited for room on the disk when its process ended" in text
-
-
-@pytest.mark.slow
 def test_groups_that_leave_on_a_full_disk(
     launch: Callable[..., FullDiskRun], small_disk: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,21 +197,6 @@ def test_group_that_is_killed_while_its_events_wait(
     assert "\n  verdict: unknown: " in text, text
     assert "does not hold" not in text
     assert f"replica-1-rank-0-attempt-0-{victim.pid}.jsonl are missing" in text
-
-
-@pytest.mark.slow
-def test_checkpoints_on_a_disk_that_is_full_for_a_while(launch: Callable[..., FullDiskRun], small_disk: Any) -> None:
-    """A save that fails meanwhile is no end, and the next one is made."""
-    small_disk.resize("400m")
-    flags = ["--checkpoint.enable", "--checkpoint.interval=40", "--checkpoint.keep_latest_k=2"]
-    run = launch(240, *flags)
-    run.fill_after(41)
-    run.wait_for(lambda: "not all events of 2 processes can be written" in run.text, "a line about it")
-    small_disk.free()
-    assert run.end() == 0, run.text
-    check_one_end(run)
-    assert max(event.step for event in run.of(CheckpointSaved)) == 240
-    assert not run.of(ReplicaRestarted)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ LATER = 8  # the step in which another group waits for it to be continued
 NEVER_SECONDS = 300  # of a timeout that nobody lives to see
 JOIN_SECONDS = LighthouseSettings().join_timeout_ms / 1000
 # Hang timeouts: of a group that waits for others, of one that is to hang. On a busy machine a step may take a second.
-SHORT_SECONDS, LONG_SECONDS = 3, 4
+SHORT_SECONDS, LONG_SECONDS = 2, 3
 
 
 def gate(name: str, step: int = STEP, replica: int = 1, **more: Any) -> dict[str, Any]:
@@ -90,26 +90,6 @@ def test_a_hung_rank_ends_itself(make_job: Callable[..., Job]) -> None:
 
 
 @pytest.mark.slow
-def test_a_group_hangs_while_another_dies(make_job: Callable[..., Job]) -> None:
-    """The third group waits for a quorum with the one that hangs, longer than it may hang itself."""
-    hooks = {"faults": [{"replica": 1, "point": "backward", "step": STEP}], "gates": [gate("never", replica=2)]}
-    job = make_job(
-        groups=3,
-        hooks={**hooks, "hold": 2},
-        replica_flags={0: [hang_after(SHORT_SECONDS)], 2: [hang_after(LONG_SECONDS)]},
-    )
-    job.start()
-    job.wait_for_gate("never", 2)
-    job.mark("down-2-0")
-    job.finish()
-    events = check(job, survivors=[0], longest_gap=math.inf)
-    check_data(events)
-    check_hung(job, events, 2, [0])
-    assert [group.ended for group in job.groups] == [[], [[-signal.SIGKILL]], [[1]]]
-    assert next(e["participants"] for e in named(events, "step_committed") if e["step"] == STEP) == [0]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], ranks: int) -> None:
     """A group whose heartbeats stop is not waited for; continued, it finds out, and heals without a restart."""
@@ -147,6 +127,7 @@ def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> N
         flags=[f"--fault_tolerance.process_group_timeout_ms={1000 * NEVER_SECONDS}"],
         replica_flags={1: ["--fault_tolerance.advertise_address=127.0.1.1{rank}"]},  # as on two hosts
         hooks={"gates": [gate("go", rank=1)], "hold": 2},
+        grace_seconds=0.2,
     )
     job.start()
     job.wait_for_gate("go", 1, [1])

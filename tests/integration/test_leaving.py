@@ -28,9 +28,9 @@ def flags(folder: Path, **more: Any) -> list[str]:
     return ["--checkpoint.enable", *(f"--checkpoint.{name}={value}" for name, value in settings.items()), *SCHEDULE]
 
 
-def gate(replica: int, step: int, ranks: int = 1) -> list[dict[str, Any]]:
-    """A gate for all ranks of a group in the forward of a step."""
-    return [{"name": f"go-{replica}", "replica": replica, "rank": rank, "step": step} for rank in range(ranks)]
+def gate(replica: int, step: int) -> dict[str, Any]:
+    """A gate for a group in the forward of a step."""
+    return {"name": f"go-{replica}", "replica": replica, "step": step}
 
 
 def send_away(job: Job, replica: int) -> None:
@@ -55,11 +55,11 @@ def digests(events: list[Event]) -> set[tuple[int, str]]:
     return {(event["rank"], event["digest"]) for event in named(events, "training_finished")}
 
 
-def check_goes_on(make_job: Callable[..., Job], folder: Path, step: int, ranks: int = 1) -> None:
+def check_goes_on(make_job: Callable[..., Job], folder: Path, step: int) -> None:
     """A later job goes on behind this very step, to the bytes of a run that never stopped."""
-    straight = make_job(groups=2, ranks=ranks, steps=STEPS, flags=SCHEDULE)
+    straight = make_job(groups=2, steps=STEPS, flags=SCHEDULE)
     straight.run()
-    again = make_job(groups=2, ranks=ranks, steps=STEPS, flags=flags(folder))
+    again = make_job(groups=2, steps=STEPS, flags=flags(folder))
     again.run()
     events = again.events()
     for own in by_process(events).values():
@@ -71,29 +71,11 @@ def check_goes_on(make_job: Callable[..., Job], folder: Path, step: int, ranks: 
     assert digests(events) == digests(check(straight, survivors=[0, 1]))
 
 
-def test_two_groups_of_two_ranks(make_job: Callable[..., Job], tmp_path: Path) -> None:
-    """All are told in the midst of a step: they finish it, and one of them saves it."""
-    folder = tmp_path / "checkpoints"
-    gates = [*gate(0, 8, ranks=2), *gate(1, 8, ranks=2)]
-    job = make_job(groups=2, ranks=2, steps=STEPS, flags=flags(folder), hooks={"gates": gates})
-    job.start()
-    for replica in (0, 1):
-        send_away(job, replica)
-    for replica in (0, 1):
-        job.mark(f"go-{replica}")
-    job.finish()
-    assert [group.finished for group in job.groups] == [True, True], exits(job)
-    assert left(job) == {0: (8, True), 1: (8, True)}
-    assert saved(job) == [(0, 5), (0, 8)]
-    assert complete_steps(folder) == [5, 8]
-    check_goes_on(make_job, folder, 8, ranks=2)
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_groups_that_leave_one_after_the_other(make_job: Callable[..., Job], tmp_path: Path, first: int) -> None:
     """The one that is told first leaves its state to the other; that one makes a step alone, and saves."""
     folder, last = tmp_path / "checkpoints", 1 - first
-    hooks = {"gates": [*gate(first, 7), *gate(last, 8)]}
+    hooks = {"gates": [gate(first, 7), gate(last, 8)]}
     job = make_job(groups=2, steps=STEPS, flags=flags(folder), hooks=hooks)
     job.start()
     send_away(job, first)
@@ -115,7 +97,7 @@ def test_a_group_that_dies_in_its_save_is_followed_by_the_next(make_job: Callabl
     """That one has stayed to see whether the checkpoint comes."""
     folder = tmp_path / "checkpoints"
     faults = [{"replica": 0, "point": "save", "step": 8}]
-    hooks = {"gates": [*gate(0, 8), *gate(1, 8)], "faults": faults}
+    hooks = {"gates": [gate(0, 8), gate(1, 8)], "faults": faults}
     job = make_job(groups=2, steps=STEPS, flags=flags(folder, interval=100), hooks=hooks, max_restarts=0)
     job.start()
     for replica in (0, 1):
@@ -135,7 +117,7 @@ def test_a_save_that_takes_longer_than_is_left_is_broken_off(make_job: Callable[
     folder = tmp_path / "checkpoints"
     settings = [*flags(folder), "--fault_tolerance.drain_timeout_seconds=4"]
     stuck = {"name": "never", "replica": 0, "point": "save", "step": 8}
-    job = make_job(groups=1, steps=STEPS, flags=settings, hooks={"gates": [*gate(0, 8), stuck]})
+    job = make_job(groups=1, steps=STEPS, flags=settings, hooks={"gates": [gate(0, 8), stuck]})
     job.start()
     send_away(job, 0)
     job.mark("go-0")
@@ -150,7 +132,7 @@ def test_a_save_that_takes_longer_than_is_left_is_broken_off(make_job: Callable[
 def test_groups_that_leave_with_the_last_step(make_job: Callable[..., Job], tmp_path: Path) -> None:
     """They save it whole; a later job has nothing to train, and makes the last save as it was asked for."""
     folder = tmp_path / "checkpoints"
-    job = make_job(groups=2, steps=8, flags=flags(folder), hooks={"gates": [*gate(0, 8), *gate(1, 8)]})
+    job = make_job(groups=2, steps=8, flags=flags(folder), hooks={"gates": [gate(0, 8), gate(1, 8)]})
     job.start()
     for replica in (0, 1):
         send_away(job, replica)

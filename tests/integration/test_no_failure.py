@@ -25,14 +25,3 @@ def test_groups_stay_identical(make_job: Callable[..., Job], groups: int, ranks:
     assert {event["exchanges"] for event in committed} == {1}
     assert all(event["digest"] for event in committed)
     assert not named(events, "exchange_failed", "heal_started", "digest_mismatch")
-
-
-@pytest.mark.slow
-def test_slow_group_is_waited_for(make_job: Callable[..., Job]) -> None:
-    """A group that takes seconds longer for a step than the others is neither left out nor taken for dead."""
-    job = make_job(groups=3, steps=6, hooks={"delays": [{"replica": 1, "step": 3, "seconds": 4}]})
-    job.run()
-    events = check(job, survivors=range(3))
-    committed = named(events, "step_committed")
-    assert {(tuple(event["participants"]), event["exchanges"]) for event in committed} == {((0, 1, 2), 1)}
-    assert not named(events, "exchange_failed", "heal_started")

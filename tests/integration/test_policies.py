@@ -114,33 +114,6 @@ def test_the_global_batch_holds_with_two_ranks(make_job: Callable[..., Job], und
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("second", "survivor"),
-    [
-        # It has taken the first one's share over, and dies with it.
-        (kill(0, "forward", forwards=2, after=["down-1-0"]), 2),
-        (kill(2, "forward", STEP + 1, after=["down-1-0"]), 0),
-    ],
-    ids=["that took over", "that did not"],
-)
-def test_the_global_batch_holds_when_another_dies(
-    make_job: Callable[..., Job], undisturbed: Undisturbed, second: dict[str, Any], survivor: int
-) -> None:
-    """The last group trains the batches of all; an LR policy changes nothing, because no batch is missing."""
-    flags = [CONSTANT, "--fault_tolerance.lr_policy=linear"]
-    job = make_job(groups=3, flags=flags, hooks={"faults": [kill(1, "backward"), second], "hold": 6})
-    job.run()
-    events = check(job, survivors=[survivor])
-    check_killed(job, events, [(1, 0, "sigkill:backward"), (second["replica"], 0, "sigkill:forward")])
-    check_full_batches(events, undisturbed(3, 1), groups=3, ranks=1)
-    check_readers(events, 3, job.steps)
-    alone = [step for step, number in absences(events, 3).items() if number == 1]
-    assert min(alone) == second["step"]
-    own = [e for e in named(events, "step_committed") if e["replica"] == survivor and e["step"] in alone]
-    assert {event["forward_passes"] for event in own} == {3}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "factor"), [("sqrt", math.sqrt), ("linear", float)])
 def test_lr_follows_the_share(
     make_job: Callable[..., Job], undisturbed: Undisturbed, policy: str, factor: Callable[[float], float]

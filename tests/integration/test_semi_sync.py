@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -352,9 +351,9 @@ STREAMING = [
 @pytest.mark.parametrize(
     ("streams", "point", "ranks", "flags"),
     [
-        (False, "exchange_first", 1, []),
         (False, "exchange_first", 1, [QUANTIZED]),
         (True, "exchange_first", 1, []),
+        pytest.param(False, "exchange_first", 1, [], **NOT_QUICK),
         pytest.param(True, "exchange_first", 1, [QUANTIZED], **NOT_QUICK),
         pytest.param(False, "vote_before", 2, [QUANTIZED], **NOT_QUICK),
         pytest.param(True, "vote_after", 1, [QUANTIZED], **NOT_QUICK),
@@ -502,36 +501,6 @@ def test_a_transfer_that_takes_longer_than_a_round(make_job: Callable[..., Job],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["forward", "fetch"])
-def test_kill_joiner_in_the_midst_of_a_round(make_job: Callable[..., Job], point: str) -> None:
-    """It dies in its transfer, or in its first steps behind it, and comes back once more."""
-    faults = [kill(1, "forward", step=6), kill(1, point, attempt=1, step=2 if point == "forward" else 0)]
-    rounds = ROUNDS + 4  # a heal may take as long as a round of four steps
-    job = make_job(groups=2, steps=LENGTH * rounds, flags=round_flags(), hooks={"faults": faults, "hold": 2})
-    job.run()
-    events = check(job, survivors=[0], steps=rounds)
-    check_killed(job, events, [(1, 0, "sigkill:forward"), (1, 1, f"sigkill:{point}")])
-    check_data(events)
-    assert rounds_of(events, 0)[rounds]["participants"] == [0, 1]
-
-
-@pytest.mark.slow
-def test_kill_donor_in_the_midst_of_a_round(make_job: Callable[..., Job]) -> None:
-    """The joiner takes the third group for its donor; both that died come back to the trajectory of that one."""
-    faults = [
-        kill(1, "forward", step=6),
-        *(kill(donor, "serve", unless=["down-0-0", "down-2-0"]) for donor in (0, 2)),
-    ]
-    job = make_job(groups=3, steps=LENGTH * 10, flags=round_flags(), hooks={"faults": faults, "hold": 2})
-    job.run()
-    (donor,) = {event["replica"] for event in job.events("fault_injected")} - {1}
-    events = check(job, survivors=[2 - donor], steps=10)
-    check_killed(job, events, [(1, 0, "sigkill:forward"), (donor, 0, "sigkill:serve")])
-    check_data(events)
-    assert rounds_of(events, 2 - donor)[10]["participants"] == [0, 1, 2]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_kill_ten_times(make_job: Callable[..., Job], seed: int) -> None:
     """Ten kills of random groups at random points, each once the one before has healed; still one trajectory."""
@@ -607,22 +576,6 @@ def test_rounds_wait_for_min_replica_size(make_job: Callable[..., Job]) -> None:
 
 
 @pytest.mark.slow
-def test_a_lighthouse_that_dies_in_a_round(make_job: Callable[..., Job]) -> None:
-    """Nobody needs it before the round's end."""
-    job = make_job(
-        groups=2, steps=LENGTH * ROUNDS, flags=round_flags(), hooks={"gates": [gate("go", r, 6) for r in (0, 1)]}
-    )
-    job.start()
-    for replica in (0, 1):
-        job.wait_for_gate("go", replica)
-    job.restart_lighthouse()
-    job.mark("go")
-    job.finish()
-    events = check(job, survivors=[0, 1], steps=ROUNDS)
-    assert all(event["participants"] == [0, 1] for event in named(events, "step_committed"))
-
-
-@pytest.mark.slow
 def test_rounds_of_one_step_survive_a_kill(make_job: Callable[..., Job]) -> None:
     """Rounds may be as short as steps."""
     flags = round_flags("--fault_tolerance.sync_steps=1")
@@ -634,84 +587,35 @@ def test_rounds_of_one_step_survive_a_kill(make_job: Callable[..., Job]) -> None
     assert rounds_of(events, 0)[16]["participants"] == [0, 1]
 
 
-@pytest.mark.slow
-def test_a_group_that_the_others_do_not_wait_for(make_job: Callable[..., Job]) -> None:
-    """Slower than join_timeout_ms allows, it heals instead of taking part; the others lose nothing by it."""
-    hooks = {"delays": [{"replica": 2, "seconds": 0.3, "step": None}]}
-    job = make_job(
-        groups=3, steps=LENGTH * ROUNDS, flags=round_flags(), hooks=hooks, lighthouse={"join_timeout_ms": 200}
-    )
-    job.run()
-    events = check(job, survivors=[0, 1], steps=ROUNDS)
-    assert not named(events, "started_anew", "digest_mismatch")
-    assert all({0, 1} <= set(event["participants"]) for event in rounds_of(events, 0).values())
-
-
-@pytest.mark.slow
-def test_joiners_never_start_anew_while_a_group_is_in_its_round(make_job: Callable[..., Job]) -> None:
-    """Two of three groups are back and meet without the third, which is in a step for longer than any timeout."""
-    faults = [kill(replica, "forward", step=6) for replica in (1, 2)]
-    hooks = {"faults": faults, "gates": [gate("go", 0, 6)]}
-    flags = round_flags("--fault_tolerance.start_timeout_seconds=1")
-    job = make_job(
-        groups=3, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks, late=False, lighthouse={"join_timeout_ms": 200}
-    )
-    job.start()
-    back = [job.markers / f"ready-{replica}-1" for replica in (1, 2)]
-    job.wait_until(lambda: all(mark.exists() for mark in back), 30, "both groups are back")
-    deadline = time.monotonic() + 4  # many times what they wait for others
-    job.wait_until(lambda: time.monotonic() > deadline or job.events("started_anew"), 30, "they have had the time")
-    job.mark("go")
-    job.finish()
-    events = check(job, survivors=[0], steps=ROUNDS)
-    assert not named(events, "started_anew")
-    check_data(events)
-    assert sorted(event["replica"] for event in named(events, "heal_finished")) == [1, 2]
-
-
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [(1, []), pytest.param(2, [], **NOT_QUICK), pytest.param(1, STREAMING[1:-1], **NOT_QUICK)],
+    ("ahead", "ranks", "flags"),
+    [
+        (0, 1, round_flags()),
+        pytest.param(0, 2, round_flags(), **NOT_QUICK),
+        pytest.param(0, 1, STREAMING[:-1], **NOT_QUICK),
+        pytest.param(2, 1, STREAMING, **NOT_QUICK),
+        pytest.param(2, 2, [*STREAMING, *SHARDED], **NOT_QUICK),
+    ],
 )
-def test_a_change_that_is_not_finite(make_job: Callable[..., Job], ranks: int, flags: Flags) -> None:
-    """A NaN in a group's steps spoils its moments: the others make the round without it, and it heals for the next."""
-    hooks = {
-        "chaos": [{"replica": 1, "fault": "nan_gradient", "steps": [LENGTH + 1]}],
-        # The other one's second step of the next round waits for its first.
-        "gates": [gate("trains", 1, 2 * LENGTH + 1), *(gate("reached-trains-1-0-0", 0, 10, r) for r in range(ranks))],
-    }
-    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=round_flags(*flags), hooks=hooks)
-    job.mark("trains")  # that gate only leaves its mark
-    job.run()
-    events = check(job, survivors=[0], steps=ROUNDS)
-    check_data(events)
-    assert {(event["step"], *event["slots"]) for event in named(events, "gradient_excluded")} == {(2, 1)}
-    assert job.groups[1].attempt == 0
-    assert {event["replica"] for event in named(events, "heal_finished")} == {1}
-    ours, theirs = rounds_of(events, 0), rounds_of(events, 1)
-    assert [ours[number]["participants"] for number in (1, 2, 3, ROUNDS)] == [[0, 1], [0], [0, 1], [0, 1]]
-    assert theirs[3]["inner_steps"] > 0
-    assert theirs[3]["data"]["first_batch"] == LENGTH  # those that made the NaN are due again
+def test_a_change_that_is_not_finite(make_job: Callable[..., Job], ahead: int, ranks: int, flags: Flags) -> None:
+    """A NaN in a group's steps spoils its moments: the others make the round without it, and it heals for the next.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_change_that_is_not_finite_in_an_overlapped_exchange(make_job: Callable[..., Job], ranks: int) -> None:
-    """The steps that the group has made meanwhile are on top of what it loses: they are void as well."""
+    The steps that the group has made during the exchange are built on what it loses, and are void as well.
+    """
+    # A step of the healed group in the third round, and the step at which the other group waits for it.
+    trains, waits = (2 * LENGTH + 3, 3 * LENGTH - 1) if ahead else (2 * LENGTH + 1, 2 * LENGTH + 2)
     hooks = {
-        # The first step of the second round: made while the exchange of the first one is under way.
+        # The first step of the second round.
         "chaos": [{"replica": 1, "fault": "nan_gradient", "steps": [LENGTH + 1]}],
-        # The other one's last but one step of the third round waits until this one is back in that.
         "gates": [
-            gate("trains", 1, 2 * LENGTH + 3),
-            *(gate("reached-trains-1-0-0", 0, 3 * LENGTH - 1, rank) for rank in range(ranks)),
+            gate("trains", 1, trains),
+            *(gate("reached-trains-1-0-0", 0, waits, rank) for rank in range(ranks)),
         ],
     }
-    flags = [*STREAMING, *SHARDED] if ranks > 1 else STREAMING
     job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
     job.mark("trains")  # that gate only leaves its mark
     job.run()
-    events = check(job, survivors=[0], steps=ROUNDS, ahead=2)
+    events = check(job, survivors=[0], steps=ROUNDS, ahead=ahead)
     check_data(events)
     assert {(event["step"], *event["slots"]) for event in named(events, "gradient_excluded")} == {(2, 1)}
     assert job.groups[1].attempt == 0
@@ -854,44 +758,6 @@ def test_sigterm_in_steps_that_are_made_during_an_exchange(make_job: Callable[..
     back = min(number for number, event in theirs.items() if number > 1 and 1 in event["participants"])
     assert theirs[back]["data"]["first_batch"] == LENGTH  # those of the steps that are void
     assert not named(events, "exchange_failed")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_at_the_end_of_a_round_that_others_are_in_the_midst_of(
-    make_job: Callable[..., Job], ranks: int
-) -> None:
-    """The group waits for them for most of drain_timeout_seconds, then leaves; its round is trained again."""
-    hooks: dict[str, Any] = {
-        "gates": [
-            gate(name, slot, step, rank) for name, slot, step in (("last", 1, 8), ("go", 0, 6)) for rank in range(ranks)
-        ],
-        "hold": LENGTH,
-    }
-    flags = round_flags("--fault_tolerance.drain_timeout_seconds=8", *SHARDED if ranks > 1 else ())
-    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
-    job.start()
-    job.wait_for_gate("last", 1, range(ranks))
-    job.mark("down-1-0")
-    terminate(job, 1)
-    job.mark("last")
-    assert job.wait_for_end(1) == [0] * ranks
-    job.mark("go")
-    job.wait_until(lambda: (job.markers / "waiting-1-0-0").exists(), 30, "the survivor has gone on")
-    job.start_again(1)
-    job.finish()
-
-    events = check(job, survivors=[0], steps=ROUNDS)
-    check_data(events)
-    drained = named(events, "drained")
-    assert {(event["replica"], event["step"], event["in_order"]) for event in drained} == {(1, 1, False)}
-    assert len(drained) == ranks
-    assert all("the others were not there in time to exchange the round" in event["reason"] for event in drained)
-    assert "void: 4 from batch 4 of slot 1" in job.output(1)
-    ours = rounds_of(events, 0)
-    assert (ours[2]["participants"], ours[ROUNDS]["participants"]) == ([0], [0, 1])
-    # The others come right behind it here: the lighthouse may still count its request, which costs one more exchange.
-    assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
 
 
 # Checkpoints

@@ -18,7 +18,6 @@ environment variable TITAN_FT_TEST_HOOKS. It also registers the model converter 
              state (from 1)
     delays   [{"replica", "rank", "attempt", "step", "seconds", "gil"}]: sleep in the forward of that step (none: of
              each); with `gil` no other Python thread of the worker runs meanwhile
-    late     [{"replica", "rank", "attempt", "seconds"}]: sleep before it begins to train together with the others
     pin      whether each group has a core of its own, as far as there are cores
     gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step` leave
              the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME; "awaited" is
@@ -269,11 +268,6 @@ def install_progress() -> None:
                 else:
                     time.sleep(delay["seconds"])
 
-    def be_late(*_: Any) -> None:
-        for late in SETTINGS.get("late", ()):
-            if WORKER.is_target(late):
-                time.sleep(late["seconds"])
-
     def step(trainer: ReplicaTrainer, *_: Any) -> None:
         WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = trainer.step, 0, 0.0, 0
 
@@ -330,7 +324,6 @@ def install_progress() -> None:
     before(StepLog, "emit", report)
     after(StepLog, "log", lambda *_: WORKER.mark("trained"))
     after(Drain, "request", lambda *_: WORKER.mark("told"))
-    before(ReplicaDimension, "start", be_late)
     before(ReplicaDimension, "finish", lambda *_: WORKER.mark("finishing"))
     before(ReplicaDimension, "join", lambda *_: WORKER.mark("ready"))
     after(ReplicaDimension, "heal", lambda *_: WORKER.mark("healed"))

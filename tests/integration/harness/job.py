@@ -32,7 +32,6 @@ CONSTANTS = {
 }
 # Between the groups of all jobs where torch's CUDA build runs (scripts/test_cuda.sh): "nccl" or "gloo".
 PROCESS_GROUP = os.environ.get("TITAN_FT_TEST_PROCESS_GROUP", "")
-_GRACE_SECONDS = 2.0
 _NEVER_RESTARTED = (2, 3)  # exit statuses that say so, see titan_ft.train
 
 
@@ -77,6 +76,7 @@ class Job:
             finished; else it may be back before the lighthouse has noticed that it was gone.
         lighthouse: settings of it that are not its defaults.
         env: further variables of the workers' environments.
+        grace_seconds: what a worker has to end after SIGTERM.
         heartbeat_timeout_ms: of the workers and the lighthouse; 0 = their default. A job that shows that nothing is
             repeated takes a long one: with the default, a machine that stands still for half a second is a failure.
     """
@@ -98,6 +98,7 @@ class Job:
         late: bool = True,
         lighthouse: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        grace_seconds: float = 2.0,
         heartbeat_timeout_ms: int = 0,
     ) -> None:
         self.paths = RunPaths(folder / "run")
@@ -105,7 +106,7 @@ class Job:
         self.markers.mkdir(parents=True)
         self.groups = [Group(replica, (replica_ranks or {}).get(replica, ranks)) for replica in range(groups)]
         self.steps = steps
-        self._max_restarts, self._late = max_restarts, late
+        self._max_restarts, self._late, self._grace_seconds = max_restarts, late, grace_seconds
         self._zygote = zygote
         self._replica_flags = dict(replica_flags or {})
         self._hooks = {**(hooks or {}), "constants": {**CONSTANTS, **(hooks or {}).get("constants", {})}}
@@ -147,14 +148,6 @@ class Job:
         for group in self.groups:
             if group.replica not in absent:
                 self._start_group(group)
-
-    def restart_lighthouse(self) -> None:
-        """Kill the lighthouse and start another one at the same address."""
-        assert self._lighthouse is not None
-        killed = self._lighthouse
-        self._zygote.signal(killed, signal.SIGKILL)
-        self._zygote.wait_until(lambda: not killed.running, 10, "the lighthouse is gone")
-        self._start_lighthouse(self._address.removeprefix("http://"))
 
     def send_signal(self, replica: int, signum: signal.Signals, rank: int | None = None) -> None:
         """Send a signal to one rank of a group, or to all."""
@@ -262,7 +255,7 @@ class Job:
             if group.stopping_since is None:
                 group.stopping_since = time.monotonic()
                 self._signal(group, signal.SIGTERM)
-            elif time.monotonic() > group.stopping_since + _GRACE_SECONDS:
+            elif time.monotonic() > group.stopping_since + self._grace_seconds:
                 self._signal(group, signal.SIGKILL)
             return
         self._end_attempt(group)
