@@ -39,10 +39,11 @@ from titan_ft.host.titan_0_2 import (
     use_model_converters,
 )
 from titan_ft.membership.group import Group
-from titan_ft.protocol.decision import LastToLeave, Update
+from titan_ft.protocol.decision import LastToLeave
 from titan_ft.protocol.errors import HungError, JobFinished, Leaving
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.round import Update
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.error_file import write_error
 from titan_ft.run.events import CameTooLate, Drained, Hung, StartedAnew, TrainingFinished

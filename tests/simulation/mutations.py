@@ -37,10 +37,11 @@ from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
 from titan_ft.membership import group, group_store, membership, partition, pulse, rank_watch
 from titan_ft.membership.agreement import Agreement
-from titan_ft.protocol import decision, healing, member
+from titan_ft.protocol import decision, healing, member, verdict
 from titan_ft.protocol.errors import GaveUpError
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import RoundReport
+from titan_ft.protocol.round import Broken, Round, Update
 from titan_ft.run.events import DataOpened
 from titan_ft.training.checkpoint import choice as checkpoint_choice
 
@@ -156,7 +157,7 @@ def lent(owner: object, **values: Any) -> Iterator[None]:
         vars(owner).update(former)
 
 
-def with_verdict(made: decision.Round, **values: Any) -> decision.Round:
+def with_verdict(made: Round, **values: Any) -> Round:
     """Return a round with another verdict."""
     return replace(made, verdict=replace(made.verdict, **values))
 
@@ -243,7 +244,7 @@ def one_ahead_makes_all_heal(patch: Patch) -> None:
     def find_step(rows: Sequence[Any], claims: Sequence[int]) -> int:
         return max(rows[rank].step for rank in claims or range(len(rows)))
 
-    substitute(patch, decision, "_find_step", find_step)
+    substitute(patch, verdict, "_find_step", find_step)
     substitute(patch, Position, "newest_step", lambda self: self.step)
 
 
@@ -251,7 +252,7 @@ def one_ahead_makes_all_heal(patch: Patch) -> None:
 def reader_of_nothing_not_present(patch: Patch) -> None:
     """A group that has read nothing does not count as one that holds the state."""
 
-    def find_wait(former: Callable[..., Any], made: decision.Round, config: Any) -> Any:
+    def find_wait(former: Callable[..., Any], made: Round, config: Any) -> Any:
         givers = sorted({*made.verdict.contributors, *made.verdict.excluded})
         return former(with_verdict(made, ready=tuple(givers)), config)
 
@@ -262,7 +263,7 @@ def reader_of_nothing_not_present(patch: Patch) -> None:
 def update_keeps_digest(patch: Patch) -> None:
     """A group keeps the digest of the state before an update."""
 
-    def advance(former: Callable[..., None], self: Position, update: decision.Update) -> None:
+    def advance(former: Callable[..., None], self: Position, update: Update) -> None:
         digest = self.digest
         former(self, update)
         self.digest = digest
@@ -302,10 +303,10 @@ def stale_gradient_is_added(patch: Patch) -> None:
 def strays_gradient_enters(patch: Patch) -> None:
     """A stray's gradient enters the update."""
 
-    def train(former: Callable[..., Any], own: Position, made: decision.Round, config: Any) -> Any:
+    def train(former: Callable[..., Any], own: Position, made: Round, config: Any) -> Any:
         return former(own, with_verdict(made, strays=()), config)
 
-    def is_update(former: Callable[..., bool], made: decision.Round, config: Any) -> bool:
+    def is_update(former: Callable[..., bool], made: Round, config: Any) -> bool:
         return former(with_verdict(made, strays=()), config)
 
     around(patch, decision, "_train", train)
@@ -334,10 +335,10 @@ def nccl_not_asked(patch: Patch) -> None:
 def sums_are_no_mean(patch: Patch) -> None:
     """The sums are not made a mean."""
 
-    def update(former: Callable[..., decision.Update], self: decision.Round, *args: Any) -> decision.Update:
+    def update(former: Callable[..., Update], self: Round, *args: Any) -> Update:
         return replace(former(self, *args), scale=1.0)
 
-    around(patch, decision.Round, "update", update)
+    around(patch, Round, "update", update)
 
 
 @mutation(
@@ -345,7 +346,7 @@ def sums_are_no_mean(patch: Patch) -> None:
 )
 def doubled_data_is_taken(patch: Patch) -> None:
     """Two groups that have read the same data both enter the update."""
-    substitute(patch, decision, "_find_doubled", lambda holders, read: ())
+    substitute(patch, verdict, "_find_doubled", lambda holders, read: ())
 
 
 @mutation(kinds=("drain",), promises=("ranks never part", "no state given up", "liveness"))
@@ -407,9 +408,7 @@ def outsider_does_not_leave(patch: Patch) -> None:
 def each_rank_leaves_gradients_out(patch: Patch) -> None:
     """Each rank leaves its gradients out, or not, for itself."""
 
-    def break_(
-        former: Callable[..., decision.Broken], self: Any, error: str, is_spoiled: bool, *args: Any
-    ) -> decision.Broken:
+    def break_(former: Callable[..., Broken], self: Any, error: str, is_spoiled: bool, *args: Any) -> Broken:
         return replace(former(self, error, is_spoiled, *args), spoiled=is_spoiled)
 
     around(patch, rounds.Rounds, "_break", break_)
@@ -450,7 +449,7 @@ def corrupt_minority_ends_all(patch: Patch) -> None:
     """A corrupt minority ends all groups."""
 
     def decide(former: Callable[..., Any], own: Position, outcome: Any, config: Any) -> Any:
-        if isinstance(outcome, decision.Round) and outcome.verdict.corrupt:
+        if isinstance(outcome, Round) and outcome.verdict.corrupt:
             outcome = with_verdict(outcome, tie=True)
         return former(own, outcome, config)
 
@@ -572,7 +571,7 @@ def base_of_queue_not_compared(patch: Patch) -> None:
 def withdrawn_checkpoint_counts(patch: Patch) -> None:
     """A checkpoint that was withdrawn counts as saved."""
 
-    def observe(former: Callable[..., None], self: Position, made: decision.Round) -> None:
+    def observe(former: Callable[..., None], self: Position, made: Round) -> None:
         saved = max(self.saved, *(row.saved for row in made.rows))
         former(self, made)
         if made.verdict.corrupt:
@@ -607,7 +606,7 @@ def fetched_bytes_not_compared(patch: Patch) -> None:
 def loaded_checkpoint_keeps_state(patch: Patch) -> None:
     """A group that has loaded a checkpoint counts as one that keeps the state."""
 
-    def observe(former: Callable[..., None], self: Position, made: decision.Round) -> None:
+    def observe(former: Callable[..., None], self: Position, made: Round) -> None:
         former(self, made)
         self.keepers = tuple(made.slots(made.verdict.holders))
 

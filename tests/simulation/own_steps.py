@@ -16,8 +16,8 @@ from tests.simulation import training
 from titan_ft.engine.feed import Reading
 from titan_ft.engine.strategy import StepStrategy
 from titan_ft.engine.work import Work
-from titan_ft.protocol.decision import Update
 from titan_ft.protocol.report import NOTHING, Contribution
+from titan_ft.protocol.round import Update
 
 if TYPE_CHECKING:
     from tests.simulation.rank import Rank

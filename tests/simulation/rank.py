@@ -35,13 +35,13 @@ from titan_ft.gradients.exchange import GradientExchange, Reduced
 from titan_ft.membership.group import Group
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.rank_watch import RankWatch
-from titan_ft.protocol.decision import Broken, Round, Update
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.healing import Phase
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.member import Quorum
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import RoundReport
+from titan_ft.protocol.round import Broken, Round, Update
 from titan_ft.round_settings import quantizes
 from titan_ft.run.events import DataOpened, Drained, Event, Hung, RankSilent
 from titan_ft.training.checkpoint.choice import (

@@ -25,8 +25,8 @@ from titan_ft.config import FaultTolerance
 from titan_ft.engine.outer import OuterModel, OuterState
 from titan_ft.engine.round_strategy import RoundStrategy
 from titan_ft.engine.work import Work
-from titan_ft.protocol.decision import Update
 from titan_ft.protocol.report import Contribution
+from titan_ft.protocol.round import Update
 from titan_ft.round_settings import outer_optimizer, quantizes, steps_per_round
 from titan_ft.transfer.snapshot import Snapshot
 

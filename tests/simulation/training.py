@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from titan_ft.protocol.decision import Update
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.lr_policy import lr_factor
+from titan_ft.protocol.round import Update
 from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
 
 SHAPES = (3, 2)

@@ -38,8 +38,9 @@ from titan_ft.round_settings import steps_per_round
 
 if TYPE_CHECKING:
     from tests.simulation.faults import Fault
-    from titan_ft.protocol.decision import Broken, Decision, Round
+    from titan_ft.protocol.decision import Decision
     from titan_ft.protocol.position import Position
+    from titan_ft.protocol.round import Broken, Round
 
 
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in

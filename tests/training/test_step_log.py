@@ -16,7 +16,7 @@ cpu.prepare()
 
 from titan_ft.engine.step import Committed  # noqa: E402
 from titan_ft.engine.work import Work  # noqa: E402
-from titan_ft.protocol.decision import Update  # noqa: E402
+from titan_ft.protocol.round import Update  # noqa: E402
 from titan_ft.training.step_log import StepLog  # noqa: E402
 
 STEPS = 4

@@ -14,8 +14,8 @@ import logging
 import threading
 import time
 
-from titan_ft.protocol.decision import Round
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.round import Round
 from titan_ft.protocol.row import Standing
 from titan_ft.transfer.host_memory import size_text
 from titan_ft.transfer.snapshot import WHOLE, Part, TrainState

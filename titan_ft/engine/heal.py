@@ -24,11 +24,12 @@ from titan_ft.engine.round import PAUSE_SECONDS, Rounds
 from titan_ft.gradients.exchange import GradientExchange
 from titan_ft.membership.group import Group
 from titan_ft.protocol import decision as decisions
-from titan_ft.protocol.decision import Broken, Round, Update, decide, gives_next, is_update
+from titan_ft.protocol.decision import decide, gives_next, is_update
 from titan_ft.protocol.errors import Leaving, first_line
 from titan_ft.protocol.healing import NO_OFFER, Healing, Offer, OutdatedError, Phase, VoidError
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.round import Broken, Round, Update
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.events import (
     CatchUpRenewed,

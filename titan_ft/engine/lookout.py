@@ -8,8 +8,8 @@ import logging
 
 from titan_ft.engine.round import Rounds
 from titan_ft.membership.group import Group
-from titan_ft.protocol.decision import Round
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.round import Round
 
 logger = logging.getLogger(__name__)
 

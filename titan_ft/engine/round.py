@@ -25,23 +25,16 @@ from titan_ft.gradients.exchange import GradientExchange, Reduced
 from titan_ft.gradients.flight import ExchangeError
 from titan_ft.membership.group import Group
 from titan_ft.membership.membership import Membership
-from titan_ft.protocol.decision import (
-    Broken,
-    Round,
-    find_first_donors,
-    is_under_way,
-    is_update,
-    judge,
-    may_leave,
-    spoiled,
-)
+from titan_ft.protocol.decision import find_first_donors, is_under_way, is_update, may_leave
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import decode
 from titan_ft.protocol.member import Member, Process, Quorum
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import NOTHING, Contribution, GradientUse, RoundReport
+from titan_ft.protocol.round import Broken, Round
 from titan_ft.protocol.row import Row, Why, fold48
 from titan_ft.protocol.strategy import strategy_of
+from titan_ft.protocol.verdict import judge, spoiled
 from titan_ft.run.events import DigestMismatch, ExchangeFailed
 from titan_ft.run.log import EventLog
 from titan_ft.transfer.reach import Peer

@@ -29,9 +29,9 @@ from titan_ft.engine.round import Sign
 from titan_ft.engine.step import Opening
 from titan_ft.engine.strategy import Departure, StepStrategy
 from titan_ft.engine.work import Work
-from titan_ft.protocol.decision import Update
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.report import NOTHING, Contribution
+from titan_ft.protocol.round import Update
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes
 

@@ -24,21 +24,13 @@ from titan_ft.engine.round import PAUSE_SECONDS, Rounds, Sign
 from titan_ft.membership.group import Group
 from titan_ft.protocol import decision as decisions
 from titan_ft.protocol import straggler
-from titan_ft.protocol.decision import (
-    ALONE_SECONDS,
-    Broken,
-    Decision,
-    LastToLeave,
-    Round,
-    Update,
-    decide,
-    find_last_to_leave,
-)
+from titan_ft.protocol.decision import ALONE_SECONDS, Decision, LastToLeave, decide, find_last_to_leave
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import Ledger, deal_anew
 from titan_ft.protocol.member import Process
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import NOTHING, Contribution, GradientUse
+from titan_ft.protocol.round import Broken, Round, Update
 from titan_ft.protocol.straggler import Stragglers
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.events import (

@@ -25,10 +25,10 @@ from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.work import Work
 from titan_ft.gradients.exchange import GradientExchange
 from titan_ft.membership.group import Group
-from titan_ft.protocol.decision import Update
 from titan_ft.protocol.lr_policy import lr_factor, scaled_lr
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import Contribution
+from titan_ft.protocol.round import Update
 from titan_ft.transfer.snapshot import Counters, TrainState
 
 

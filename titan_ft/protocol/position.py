@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from titan_ft.protocol.decision import Round, Update
 from titan_ft.protocol.healing import Healing, Phase
+from titan_ft.protocol.round import Round, Update
 from titan_ft.protocol.row import Standing
 
 

@@ -84,7 +84,7 @@ from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.rendezvous import Rendezvous
-from titan_ft.protocol.decision import Update
+from titan_ft.protocol.round import Update
 from titan_ft.run.events import FaultInjected, Target
 from titan_ft.trainer import ReplicaTrainer
 from titan_ft.training.local_training import LocalTraining

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from titan_ft.engine.catch_up import CatchUp, Fetched
-from titan_ft.protocol.decision import NO_SUMS, NoSums, Update
+from titan_ft.protocol.round import NO_SUMS, NoSums, Update
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.wire import TransferError
 

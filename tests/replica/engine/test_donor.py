@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from titan_ft.engine.donor import Donor
-from titan_ft.protocol.decision import Round, judge
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.round import Round
 from titan_ft.protocol.row import Row, Standing
+from titan_ft.protocol.verdict import judge
 from titan_ft.transfer.snapshot import WHOLE, Part
 from titan_ft.transfer.wire import Message
 

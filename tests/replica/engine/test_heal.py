@@ -20,13 +20,15 @@ from titan_ft.engine import heal
 from titan_ft.engine.catch_up import CatchUp, Fetched
 from titan_ft.engine.heal import Heal
 from titan_ft.membership.group import Group
-from titan_ft.protocol.decision import ALONE_SECONDS, Broken, Round, Update, judge
+from titan_ft.protocol.decision import ALONE_SECONDS
 from titan_ft.protocol.errors import JobLostError, Leaving
 from titan_ft.protocol.healing import NO_OFFER, Healing, Offer, Phase
 from titan_ft.protocol.ledger import Entry, Ledger
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.round import Broken, Round, Update
 from titan_ft.protocol.row import Row, Standing, fold48
+from titan_ft.protocol.verdict import judge
 from titan_ft.run.events import Event
 from titan_ft.run.log import EventLog
 from titan_ft.transfer.reach import Peer

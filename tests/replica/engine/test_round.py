@@ -15,12 +15,12 @@ from titan_ft.config import FaultTolerance
 from titan_ft.engine.round import Rounds, Sign
 from titan_ft.gradients.exchange import Reduced
 from titan_ft.gradients.flight import ExchangeError, OwnFacts
-from titan_ft.protocol.decision import Broken, Round
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import Entry, encode
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import NOTHING, Contribution, GradientUse
+from titan_ft.protocol.round import Broken, Round
 from titan_ft.protocol.row import Row, Standing, fold48
 from titan_ft.run.log import EventLog
 

@@ -21,10 +21,10 @@ from titan_ft.engine.round import Sign
 from titan_ft.engine.round_strategy import RoundStrategy, RoundWork
 from titan_ft.engine.step import Opening
 from titan_ft.engine.strategy import Departure
-from titan_ft.protocol.decision import Update
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import Entry
 from titan_ft.protocol.report import Contribution
+from titan_ft.protocol.round import Update
 from titan_ft.round_settings import num_fragments
 
 TOKENS = 10  # of a step

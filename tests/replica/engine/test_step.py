@@ -24,13 +24,13 @@ from titan_ft.engine.step import Committed, ReplicaDimension
 from titan_ft.gradients.exchange import Reduced
 from titan_ft.gradients.flight import ExchangeError, OwnFacts
 from titan_ft.protocol import decision as decisions
-from titan_ft.protocol.decision import Round
 from titan_ft.protocol.errors import NonFiniteError
 from titan_ft.protocol.healing import NO_OFFER, Healing, Offer, Phase
 from titan_ft.protocol.ledger import Entry, Ledger
 from titan_ft.protocol.member import Member, Process, Quorum
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import NOTHING, Contribution
+from titan_ft.protocol.round import Round
 from titan_ft.protocol.row import fold48
 from titan_ft.transfer.snapshot import Snapshot
 

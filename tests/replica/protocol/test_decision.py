@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import titan_ft.protocol.decision as decisions
+import titan_ft
 from titan_ft.config import FaultTolerance
 from titan_ft.protocol.decision import (
     ALONE_SECONDS,
     Begin,
-    Broken,
     Commit,
     Discard,
     Done,
@@ -30,23 +29,23 @@ from titan_ft.protocol.decision import (
     LeaveOut,
     Repeat,
     RollBack,
-    Round,
     TakeOver,
     Wait,
     decide,
     find_first_donors,
     is_update,
-    judge,
     uncovered,
 )
 from titan_ft.protocol.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
 from titan_ft.protocol.ledger import Entry
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.round import Broken, Round
 from titan_ft.protocol.row import Row, Standing
+from titan_ft.protocol.verdict import judge, spoiled
 
 STEP = 7
-PACKAGE = Path(decisions.__file__).parents[1]
+PACKAGE = Path(titan_ft.__file__).parent
 
 
 def ready(slot: int, **facts: Any) -> Row:
@@ -124,10 +123,10 @@ def test_as_many_ahead_as_behind_heal_the_ones_behind() -> None:
 
 def test_gradients_that_are_not_finite_spoil_the_sum() -> None:
     """A sum with them is used only if all groups with gradients agreed to force theirs."""
-    assert decisions.spoiled([ready(0), ready(1)]) == []
-    assert decisions.spoiled([ready(0), ready(1, nonfinite=True)]) == [1]
-    assert decisions.spoiled([ready(0), ready(1, nonfinite=True, forced=1)]) == [1]
-    assert decisions.spoiled([ready(0, forced=1), ready(1, nonfinite=True, forced=1)]) == []
+    assert spoiled([ready(0), ready(1)]) == []
+    assert spoiled([ready(0), ready(1, nonfinite=True)]) == [1]
+    assert spoiled([ready(0), ready(1, nonfinite=True, forced=1)]) == [1]
+    assert spoiled([ready(0, forced=1), ready(1, nonfinite=True, forced=1)]) == []
 
 
 def test_nobody_goes_back_from_the_last_step() -> None:

@@ -16,10 +16,12 @@ import pytest
 from titan_ft.config import FaultTolerance
 from titan_ft.engine import step
 from titan_ft.engine.step import ReplicaDimension
-from titan_ft.protocol.decision import LastToLeave, Round, find_last_to_leave, judge, may_leave
+from titan_ft.protocol.decision import LastToLeave, find_last_to_leave, may_leave
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.round import Round
 from titan_ft.protocol.row import Row, Standing
+from titan_ft.protocol.verdict import judge
 
 STEP = 7
 

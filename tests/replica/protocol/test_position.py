@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_ft.protocol.decision import Round, Update, judge
 from titan_ft.protocol.healing import Healing, Offer
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.protocol.position import Position
+from titan_ft.protocol.round import Round, Update
 from titan_ft.protocol.row import Row, Standing
+from titan_ft.protocol.verdict import judge
 
 
 def made_of(*rows: Row, rank: int = 0) -> Round:

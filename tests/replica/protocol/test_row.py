@@ -9,8 +9,8 @@ import dataclasses
 import pytest
 import torch
 
-from titan_ft.protocol.decision import judge
 from titan_ft.protocol.row import Row, Standing, descend, fold48
+from titan_ft.protocol.verdict import judge
 
 LARGEST = 2**48 - 1
 
