@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titan_ft.engine.waits import Wait
+from titan_ft.engine.waits import GroupWait
 from titan_ft.protocol.row import Why
 from titan_ft.run.events import Waited
 
 if TYPE_CHECKING:
     from tests.simulation.rank import Rank
-    from titan_ft.protocol.decision import Round
+    from titan_ft.protocol.round import Round
 
 _SLACK = 0.05
 """Seconds that members may hear of one quorum apart, and that may pass between two pauses of a rank."""
@@ -65,7 +65,7 @@ class WaitJudge:
         number = self._numbers[key, rank.slot, rank.number]
         self._arrivals.setdefault((key, rank.number, number), {})[rank.slot] = arrival
 
-    def judge(self, rank: Rank, made: Round, waits: Sequence[Wait]) -> None:
+    def judge(self, rank: Rank, made: Round, waits: Sequence[GroupWait]) -> None:
         """Compare what a rank says that it waited for in an exchange with what it did."""
         key = made.quorum.key
         number = self._numbers[key, rank.slot, rank.number]

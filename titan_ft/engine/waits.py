@@ -1,17 +1,21 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long this group waited for other groups in the exchanges of an update, for whom and why.
+"""Report how long this group waited for others before an update, for which group, and why.
 
-The lighthouse answers the quorum requests of all groups at the same moment. The row of each group
-says how long before this answer the group asked, how long after the answer it was ready for the
-exchange, and what it did meanwhile. From the rows, each group knows which group came last and by
-how many seconds. No common clock and no further message is needed.
+An update may take several exchanges: one breaks, or the update is held back after it.
+
+In an exchange, each group sends a row of facts about itself (`protocol/row.py`). The lighthouse
+answers the quorum requests of all groups at the same moment. The row says how long before this
+answer the group asked, how long after the answer it was ready for the exchange, and its activity
+until then. From the rows, each group knows which group came last and by how many seconds. No common
+clock and no further message is needed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from titan_ft.protocol.member import Process
 from titan_ft.protocol.row import Row, Why
@@ -20,38 +24,46 @@ from titan_ft.run.events import Waited
 MIN_WAIT_SECONDS = 0.01
 """A shorter wait is not reported."""
 
-Wait = tuple[int, Why, float]
-"""Slot of the awaited group, reason, and seconds."""
+
+class GroupWait(NamedTuple):
+    """How long this rank waited for one group, and why."""
+
+    slot: int
+    why: Why
+    seconds: float
 
 
 def find_waits(
     rows: Sequence[Row], own: int, began: float, connected: float, gone: Sequence[tuple[int, Why]] = ()
-) -> Iterator[Wait]:
-    """Yield the waits of this group in an exchange that succeeded.
+) -> Iterator[GroupWait]:
+    """Yield the waits of this rank in an exchange that succeeded.
 
-    While a group that trains and a joiner are both awaited, the time is charged to the group that
-    trains: the exchange would not have ended sooner without the joiner.
+    A joiner lacks the job's state and fetches it. While a group that trains and a joiner are both
+    awaited, the time is charged to the group that trains: the exchange would not have ended sooner
+    without the joiner.
 
     The time in which all members connect to each other is charged in equal parts to the joiners and
     to the groups that are gone. It is charged to nobody where there are neither, as at the start of
     a job.
 
     Args:
-        rows: the rows of all members. All times are seconds relative to the quorum's answer, and
-            negative before it.
+        rows: the rows of all members. `asked` is in seconds before the lighthouse's answer, `came`
+            in seconds after it.
         own: index of this group's row.
-        began: when this group began to wait.
-        connected: when this rank was connected to the other members.
-        gone: slots that took part in the exchange before and not in this one, with the reason.
+        began: when this rank began to wait, in seconds after the answer; negative before it.
+        connected: when this rank was connected to the other members, in seconds after the answer.
+        gone: slot and reason of each group that is missing here and was in the last exchange that
+            succeeded, or in one that broke since then.
     """
     # First the wait for the quorum: until every member has asked for it.
     requests = []
     for row in rows:
-        # While groups are gone, the lighthouse waits for their heartbeats to stop. A joiner that
-        # asks during that time delays nobody.
-        if gone and Why(row.doing).joins:
+        # With groups that are gone, the lighthouse answers when the last of their heartbeats is too
+        # old. A joiner that asks until then delays nobody.
+        if gone and row.reason.joins:
             continue
         requests.append((-row.asked, row))
+    # This rank waits for the quorum once it is ready and its group has asked.
     quorum_wait_began = max(began, -rows[own].asked)
     yield from _charge(quorum_wait_began, requests)
     last_request = max([quorum_wait_began, *(time for time, _ in requests)])
@@ -59,72 +71,79 @@ def find_waits(
     seconds_for_gone = -last_request
     if seconds_for_gone > 0:
         for slot, why in gone:
-            yield slot, why, seconds_for_gone / len(gone)
-    # Then the wait for new connections, which all members make because of those that came or went.
-    connecting_seconds = connected - max(began, 0.0)
+            yield GroupWait(slot, why, seconds_for_gone / len(gone))
+    # Then the wait for new connections. All members make them, from the answer on, because groups
+    # joined or are gone.
+    connecting_began = max(began, 0.0)
+    connecting_seconds = connected - connecting_began
     if connecting_seconds > 0:
         causes = [*gone, *_find_joiners(rows)]
         for slot, why in causes:
-            yield slot, why, connecting_seconds / len(causes)
-    # Then the wait for the exchange: until every member is ready for it.
+            yield GroupWait(slot, why, connecting_seconds / len(causes))
+    # Then the wait for the exchange: until every member is ready for it. This rank was ready once its
+    # gradients were there and the ranks of its group were connected.
+    own_ready = max(began, rows[own].came)
     arrivals = [(row.came, row) for row in rows]
+    # A group that was last because it connected longer is not charged for its activity before.
     connecting = {row.slot for row in rows if row.connecting}
-    for slot, why, seconds in _charge(max(began, rows[own].came), arrivals):
-        yield slot, Why.CONNECTING if slot in connecting else why, seconds
+    for wait in _charge(own_ready, arrivals):
+        if wait.slot in connecting:
+            wait = wait._replace(why=Why.CONNECTING)
+        yield wait
 
 
 def _find_joiners(rows: Sequence[Row]) -> list[tuple[int, Why]]:
-    """Return the slot of each member that gets the state, and its reason."""
-    joiners = []
-    for row in rows:
-        why = Why(row.doing)
-        if why.joins:
-            joiners.append((row.slot, why))
-    return joiners
+    """Return slot and reason of every joiner."""
+    return [(row.slot, row.reason) for row in rows if row.reason.joins]
 
 
-def _charge(start: float, arrivals: Sequence[tuple[float, Row]]) -> Iterator[Wait]:
+def _charge(start: float, arrivals: Sequence[tuple[float, Row]]) -> Iterator[GroupWait]:
     """Charge the time from `start` to the last arrival.
 
     The time until the last group that trains arrives is charged to that group. The time after it is
     charged to the last joiner.
     """
-    for joins in (False, True):
+    for joins in (False, True):  # the joiners' share begins when the last group that trains has come
         late = []
         for time, row in arrivals:
-            if time > start and Why(row.doing).joins is joins:
+            if time > start and row.reason.joins is joins:
                 late.append((time, row))
         if late:
             last, row = max(late, key=lambda arrival: arrival[0])
-            yield row.slot, Why(row.doing), last - start
+            yield GroupWait(row.slot, row.reason, last - start)
             start = last
 
 
 class WaitLog:
-    """Adds up the waits of this rank since its last update. Training thread only."""
+    """Adds up the waits of one rank since its last update. Training thread only.
+
+    Each rank has its own: the rows that it gets come from its counterparts in the other groups.
+    """
 
     def __init__(self) -> None:
         self._seconds = defaultdict[tuple[int, Why], float](float)
-        """By awaited slot and reason, seconds since the last update."""
+        """Seconds since the last update, by awaited slot and reason."""
         self._last_members: frozenset[Process] = frozenset()
         """Members of the last exchange that succeeded."""
         self._broken = defaultdict[Process, float](float)
-        """By member, seconds in the exchanges that broke since then."""
+        """By member, seconds of the exchanges with it that broke after the last success."""
         self._held_back_for: tuple[Sequence[int], Why] | None = None
-        """Slots for which the update is held back, and the reason; None if it is not held back."""
+        """The groups that the update needs (`decision.Wait`), and why: too few are here, or a joiner asked for time.
+
+        None if the update is not held back."""
         self._began = 0.0
         """When the wait of the latest exchange began."""
-        self._last_waits: list[Wait] = []
-        """Waits of the latest exchange; added to `_seconds` later, or replaced if held back."""
+        self._last_waits: list[GroupWait] = []
+        """Waits of the latest exchange. `start_wait` adds them, or replaces them if the update is held back."""
 
     def start_wait(self, now: float) -> None:
         """Note that this rank is ready for an exchange."""
         if self._held_back_for is not None:
-            # The update could not be made without these groups, so all of the time since the
-            # exchange before is charged to them, and nothing to the member that came last.
+            # The update needed these groups, and this rank has only waited since the exchange
+            # before it began. All of that is charged to them, nothing to the member that came last.
             slots, why = self._held_back_for
             seconds = (now - self._began) / len(slots)
-            self._last_waits = [(slot, why, seconds) for slot in slots]
+            self._last_waits = [GroupWait(slot, why, seconds) for slot in slots]
         self._add_last_waits()
         self._held_back_for = None
         self._began = now
@@ -143,7 +162,7 @@ class WaitLog:
         rows: Sequence[Row],
         own: int,
         answered: float,
-        ready: float,
+        connected: float,
         members: Collection[Process],
         left: Collection[int],
     ) -> None:
@@ -153,21 +172,22 @@ class WaitLog:
             rows: the rows of all members.
             own: index of this group's row.
             answered: when the lighthouse answered, by the clock of `start_wait`.
-            ready: when this rank was connected to the other members, by the same clock.
-            left: slots that have left in order.
+            connected: when this rank was connected to the other members, by the same clock.
+            left: slots of groups that left after a SIGTERM. Other groups that are gone are lost.
         """
         gone = {*self._last_members, *self._broken}.difference(members)
         reasons = []
         broken_waits = []
+        # Of a group that was restarted, the former process is gone, and the new one is a joiner.
         for process in gone:
-            slot = process[0]
+            slot, _start_time = process
             why = Why.LEFT if slot in left else Why.LOST
             reasons.append((slot, why))
-            broken_waits.append((slot, why, self._broken[process] / len(gone)))
-        waits = find_waits(rows, own, self._began - answered, ready - answered, reasons)
+            broken_waits.append(GroupWait(slot, why, self._broken[process] / len(gone)))
+        waits = find_waits(rows, own, self._began - answered, connected - answered, reasons)
         self._last_waits = [*waits, *broken_waits]
         self._last_members = frozenset(members)
-        # Else the groups that are gone would be gone, and awaited, in each later exchange again.
+        # Otherwise these groups would be charged again in every later exchange.
         self._broken.clear()
 
     def note_held_back(self, slots: Sequence[int], why: Why) -> None:
@@ -175,10 +195,9 @@ class WaitLog:
         self._held_back_for = (slots, why) if slots else None
 
     def discard(self) -> None:
-        """Forget all waits: this group makes no update after them, because it heals."""
-        self._seconds.clear()
-        self._held_back_for = None
-        self._last_waits = []
+        """Forget all waits: this group heals, and so makes no update after them."""
+        self._broken.clear()
+        self._clear()
 
     def take_waits(self) -> list[Waited]:
         """Return the waits for the update that is made now, the longest first, and forget them."""
@@ -188,10 +207,15 @@ class WaitLog:
             if seconds >= MIN_WAIT_SECONDS:
                 waits.append(Waited(slot=slot, seconds=round(seconds, 4), why=why.name.lower()))
         waits.sort(key=lambda wait: wait.seconds, reverse=True)
-        self.discard()
+        self._clear()
         return waits
 
+    def _clear(self) -> None:
+        self._seconds.clear()
+        self._held_back_for = None
+        self._last_waits = []
+
     def _add_last_waits(self) -> None:
-        for slot, why, seconds in self._last_waits:
-            self._seconds[slot, why] += seconds
+        for wait in self._last_waits:
+            self._seconds[wait.slot, wait.why] += wait.seconds
         self._last_waits = []

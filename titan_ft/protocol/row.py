@@ -136,6 +136,11 @@ class Row:
         """Say whether the member claims to hold the job's state."""
         return self.standing.has_state
 
+    @property
+    def reason(self) -> Why:
+        """Return why others wait for the member, if they do: its activity until its part was there."""
+        return Why(self.doing)
+
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Row))[:-1]  # those that travel
 _KINDS: tuple[type, ...] = tuple(float if name in _FLOATS else int for name in _NAMES)

@@ -142,9 +142,13 @@ def test_an_update_that_is_held_back_waits_for_whom_it_needs() -> None:
     assert take(log) == [(1, 0.3, "computing")]
 
 
-def test_what_a_group_waited_for_while_it_healed_is_no_wait_of_its_update() -> None:
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_a_group_waited_for_while_it_healed_is_no_wait_of_its_update(breaks: bool) -> None:
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 5.0))
+    if breaks:
+        log.start_wait(16.0)
+        log.note_broken([(0, 0.0), (2, 0.0)], 17.0)
     log.discard()
     make(log, 20.0, row(0, 0.0), row(1, 0.1), answered=20.0)
     assert take(log) == [(1, 0.1, "computing")]
