@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 # The lighthouse answers a request even after its client timed out, and the next request would get that answer. So
 # requests last.
-_REQUEST = timedelta(days=30)
+_REQUEST_TIMEOUT = timedelta(days=30)
 # torchft's server repeats a request that a restarted lighthouse lost. Its pause before is timeout / retries, and at
 # least 0.1 s. With this many retries it is 0.1 s.
 _LIGHTHOUSE_RETRIES = 10**8
@@ -136,7 +136,8 @@ class Seat:
         self._opened_as: Member | None = None
         self._asked = Future[Any]()  # the request under way
         self._follower: Follower | None = None
-        self._on_move, self._moved = on_move, False
+        self._on_move = on_move
+        self._moved = False
         self.closed = False
 
     def enter(self, name: Callable[[], Member]) -> None:
@@ -275,7 +276,11 @@ class Seat:
                 asked = time.monotonic()
                 reply = self._ask_until_answered(step, failures)
                 seconds = time.monotonic() - asked
-                moved, self._moved = moved or self._moved, False  # before a wait, in which the seat may move
+                # Cleared only if it was seen: the follower may move the seat between two lines. A move in the
+                # wait that follows belongs to the next reply.
+                if self._moved:
+                    self._moved = False
+                    moved = True
                 if not is_outdated(reply.replica_ids):
                     break
         except LighthouseError as error:
@@ -347,7 +352,7 @@ class Seat:
                 step=step,
                 checkpoint_metadata="",
                 shrink_only=False,
-                timeout=_REQUEST,
+                timeout=_REQUEST_TIMEOUT,
                 init_sync=False,
                 commit_failures=failures,
             )
