@@ -78,6 +78,12 @@ def test_a_shot_of_two_groups_is_one_fault_whenever_the_line_comes() -> None:
     assert fold.faults.num_injected == 1
 
 
+def test_faults_of_an_earlier_launch_do_not_count_after_a_late_line() -> None:
+    earlier = say(-98.0, "fault_injected", 0, fault="stop_rank", target={"replica": 0}, seed=7, shot=3)
+    fold = fold_events([launched(-100.0), earlier, *LAUNCH[1:], LAUNCH[0]])
+    assert fold.faults.by_kind == {"kill_group": 1}
+
+
 def test_lines_of_this_launch_stay_on_the_screen() -> None:
     run = RunStatus()
     for event in [*LAUNCH[1:], LAUNCH[0]]:

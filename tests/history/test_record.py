@@ -185,6 +185,13 @@ def commit(time: float, step: int, replica: int, **fields: Any) -> Event:
     return build(StepCommitted, time=time, step=step, replica=replica, **{"participants": [0, 1], **fields})
 
 
+def test_makers_of_a_step_that_only_a_group_without_weight_tells_of() -> None:
+    """The groups that made it died behind the exchange. Their work is in the state that lives on."""
+    told = commit(14.0, 4, 2)
+    record = RunRecord([*(commit(10.0 + step, step, 0) for step in (1, 2, 3)), told])
+    assert record.makers == {step: {0, 1} for step in (1, 2, 3, 4)}
+
+
 def test_usual_step() -> None:
     """It is the median between steps that all groups made with one exchange each; among all if there are no such."""
     calm = [commit(float(step), step, replica) for step in range(1, 4) for replica in (0, 1)]

@@ -150,6 +150,12 @@ def test_empty_history_is_unknown() -> None:
     json.dumps(summary.to_dict(), allow_nan=False)
 
 
+def test_workers_that_died_before_their_first_event_are_ranks_too() -> None:
+    """As after an import that failed: only their agent tells of them."""
+    exits = [event("worker_exited", 4.0, 0, rank, signal=None, code=1) for rank in (0, 1)]
+    assert summarize(exits).ranks_per_group == 2
+
+
 def test_events_of_zeros_never_crash() -> None:
     """A history whose events tell nothing folds to zeros and unknowns."""
     names = ["step_committed", "worker_exited", "heal_finished", "training_finished", "replica_restarted", "joined"]

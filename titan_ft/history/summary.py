@@ -35,6 +35,7 @@ from titan_ft.run.events import (
     StateServed,
     StepCommitted,
     TrainingFinished,
+    WorkerExited,
 )
 
 if TYPE_CHECKING:
@@ -152,12 +153,14 @@ def summarize(record: RunRecord) -> RunSummary:
     told = (((e.step, e.lineage, e.rank), e.replica, e.digest) for e in record.of(StepCommitted))
     compared = compare_digests(told, record.num_usual_comparisons)
     audited = audit(record)
+    # Workers that died before their first event are known by their exits alone.
+    ranks = [process.rank for process in record.processes] + [end.rank for end in record.of(WorkerExited)]
     effective, effective_in_training = effective_training_time(record)
     return RunSummary(
         outcome=find_outcome(record),
         start=record.begin,
         num_groups=len(record.attempts),
-        ranks_per_group=max((process.rank + 1 for process in record.processes), default=0),
+        ranks_per_group=max(ranks, default=-1) + 1,
         seconds=events[-1].time - events[0].time if events else 0.0,
         tokens=max([*(event.tokens for event in finished), *(point.tokens for point in record.curve[-1:])], default=0),
         unit=record.unit,

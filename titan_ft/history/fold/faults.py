@@ -82,8 +82,10 @@ class InjectedFaults:
         # A plan that is carried out again numbers its shots anew. A late line says nothing of the shots after it.
         if isinstance(event, ev.ChaosStarted | ev.LaunchStarted) and event.time >= self._last_time:
             self._shots.clear()
-            if isinstance(event, ev.LaunchStarted):
-                self.by_kind.clear()
+        if isinstance(event, ev.LaunchStarted):
+            # Its line may be read after those of its first faults.
+            since = {fault.number: fault.name for fault in self.injected if fault.time_us >= event.time_us}
+            self.by_kind = Counter(since.values())
         if isinstance(event, ev.FaultUndone | ev.LighthouseRestarted):
             for fault in self._lasting.pop(_lasting_key(event), []):
                 fault.undone_us = event.time_us

@@ -408,9 +408,13 @@ class RunRecord:
         """For each step the groups whose gradients are in it."""
         found: dict[int, frozenset[int]] = {}
         for state in self.states.values():
-            if state.lineage not in self.void:
-                known = found.get(state.step)
-                found[state.step] = state.participants if known is None else known | state.participants
+            if state.lineage in self.void:
+                continue
+            makers = state.participants
+            if not makers:  # all of its makers died behind the exchange, and a group without weight tells of it
+                makers = frozenset().union(*(commit.participants for commit in self.commits_of[state.lineage]))
+            known = found.get(state.step)
+            found[state.step] = makers if known is None else known | makers
         return found
 
     @cached_property
