@@ -434,14 +434,20 @@ def test_kills_are_no_crash_loop(run: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("no_backoff")
-def test_a_dead_network(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the run's first step it ends the group after three attempts."""
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_dead_network(run: Any, monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
+    """Before the run's first step it ends the group after three attempts; later it never does."""
     monkeypatch.setattr(restart_policy, "NETWORK_SECONDS", 0.1)
+    if trains:
+        log = EventLog(run.paths.worker_events(1, 0, 0, 4711), replica=1, rank=0, attempt=0)
+        log.emit(make("step_committed", step=1))
+        log.close()
     monkeypatch.setenv("CRASH", "raise ConnectionError('Couldn\\'t reach the Hub')")
     with Supervised(run, 1, module="crashing_worker", max_restarts=3) as supervised:
         assert supervised.wait(60.0) == 1
     (gave_up,) = run.events("replica_gave_up")
-    assert (gave_up["cause"], gave_up["attempt"]) == ("network", 2)
+    assert gave_up["cause"] == ("restarts" if trains else "network")
+    assert gave_up["attempt"] == (3 if trains else 2)
     assert gave_up["error"] == "ConnectionError: Couldn't reach the Hub"
 
 
