@@ -119,8 +119,8 @@ def test_groups_with_different_configs(make_job: Callable[..., Job]) -> None:
     """A group whose config differs from the others' in what counts is refused, and says so."""
     job = make_job(
         groups=2,
-        flags=["--fault_tolerance.start_timeout_seconds=1"],
-        hooks={"constants": {"titan_ft.engine.step.FINISH_SECONDS": 0.5}},
+        flags=["--fault_tolerance.start_timeout_seconds=2"],
+        hooks={"constants": {"titan_ft.engine.step.FINISH_SECONDS": 1.0}},
         replica_flags={1: ["--optimizer.lr=1e-3"]},
         max_restarts=0,
         steps=4,
