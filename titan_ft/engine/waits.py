@@ -103,7 +103,8 @@ def _charge(start: float, arrivals: Sequence[tuple[float, Row]]) -> Iterator[Gro
     The time until the last group that trains arrives is charged to that group. The time after it is
     charged to the last joiner.
     """
-    for joins in (False, True):  # the joiners' share begins when the last group that trains has come
+    # The joiners' share begins when the last group that trains has come.
+    for joins in (False, True):
         late = []
         for time, row in arrivals:
             if time > start and row.reason.joins is joins:
@@ -128,9 +129,9 @@ class WaitLog:
         self._broken = defaultdict[Process, float](float)
         """By member, seconds of the exchanges with it that broke after the last success."""
         self._held_back_for: tuple[Sequence[int], Why] | None = None
-        """The groups that the update needs (`decision.Wait`), and why: too few are here, or a joiner asked for time.
+        """The groups for which the update is held back, and why (`decision.Wait`).
 
-        None if the update is not held back."""
+        Too few groups are here, or a joiner asked for time. None if the update is not held back."""
         self._began = 0.0
         """When the wait of the latest exchange began."""
         self._last_waits: list[GroupWait] = []

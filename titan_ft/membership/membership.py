@@ -491,7 +491,8 @@ class Membership:
             return False
         beat = self._config.heartbeat_timeout_ms / 1000
         pause_seconds = max(_LOOK_TIMEOUTS * beat, _LOOK_SHARE * self._computing_seconds)
-        latest = self._asked_at + self._computing_seconds - _CONNECTING_TIMES_IN_RESERVE * self._connecting_seconds
+        step_end = self._asked_at + self._computing_seconds
+        latest = step_end - _CONNECTING_TIMES_IN_RESERVE * self._connecting_seconds
         while time.monotonic() < latest and not self._needed.wait(pause_seconds):
             if self._leave_requested():
                 return False  # a joiner's set-up would take of the time that this group has to leave

@@ -411,7 +411,9 @@ class RunRecord:
             if state.lineage in self.void:
                 continue
             makers = state.participants
-            if not makers:  # all of its makers died behind the exchange, and a group without weight tells of it
+            if not makers:
+                # All makers died after the exchange, and a group without weight tells of the step. Its time
+                # would count as wasted.
                 makers = frozenset().union(*(commit.participants for commit in self.commits_of[state.lineage]))
             known = found.get(state.step)
             found[state.step] = makers if known is None else known | makers
