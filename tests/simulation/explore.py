@@ -22,7 +22,7 @@ from titan_ft.host import cpu
 cpu.prepare()
 
 from tests.simulation import standins  # noqa: E402
-from tests.simulation.schedule import KINDS, KNOWN_LIMITS, MODES, ROUND_KINDS, Schedule, draw, drawn_kinds, shrink  # noqa: E402
+from tests.simulation.schedule import KINDS, MODES, ROUND_KINDS, Schedule, draw, drawn_kinds, shrink  # noqa: E402
 from tests.simulation.world import Problem, World  # noqa: E402
 
 _CHUNK = 25  # schedules that a process takes at once
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
     kinds, mode = tuple(filter(None, options.kinds.split(","))), options.mode
     if kinds and mode == "mixed":
         mode = "sync"  # most kinds are of one of the modes
-    if unknown := set(kinds) - {*((*ROUND_KINDS, *KNOWN_LIMITS) if mode == "semi" else KINDS)}:
+    if unknown := set(kinds) - {*(ROUND_KINDS if mode == "semi" else KINDS)}:
         parser.error(f"--kinds must be of {','.join(known)} and of the mode, got {','.join(sorted(unknown))}")
     if options.replay:
         with standins.installed():

@@ -692,8 +692,9 @@ def joiner_sits_in_next_round(patch: Patch) -> None:
 
 @mutation(kinds=("lighthouse", "leave", "alone"), promises=("no work lost",), mode="semi")
 def groups_in_round_not_awaited(patch: Patch) -> None:
-    """After a restart of the lighthouse nobody waits for groups in the midst of a round."""
-    substitute(patch, membership.Membership, "_are_in_a_round", lambda self, missing, admission: False)
+    """A quorum that lacks groups in the midst of a round is used, after a restart of the lighthouse for example."""
+    nothing = membership._Lack.NOTHING
+    substitute(patch, membership.Membership, "_look_for_others", lambda self, there, missing: (nothing, []))
 
 
 @mutation(kinds=("flip",), promises=("one trajectory",), mode="semi")

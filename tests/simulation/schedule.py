@@ -591,10 +591,8 @@ KINDS = (
 _SIZES = ("fork", "last", "long", "lost", "tail")
 
 _NOT_IN_ROUNDS = ("long", "fork", "last", "rejoin", "checkpoint", "save", "shape")
-ROUND_KINDS = (*(kind for kind in KINDS if kind not in _NOT_IN_ROUNDS), "alone", "joiner", "leave")
+ROUND_KINDS = (*(kind for kind in KINDS if kind not in _NOT_IN_ROUNDS), "alone", "joiner", "leave", "impatient")
 """The same with a semi-synchronous method."""
-KNOWN_LIMITS = ("impatient",)
-"""Kinds that break promises, and are drawn if they are asked for only."""
 
 MODES = ("sync", "semi", "mixed")
 _EVERY = 20  # one seed in so many is of a semi-synchronous method if modes are mixed

@@ -352,6 +352,7 @@ class Heal:
         most = self._strategy.limit_donors(len(offer.slots))
         self._go(self._healing.take(offer, most))
         self._pace.note_offer(offer)
+        self._rounds.expect(offer.slots)
         self.ended_on_update = False
         healing, self._lost = self._healing, set()
         self._events.emit(

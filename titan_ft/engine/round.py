@@ -151,6 +151,10 @@ class Rounds:
         """Return the counterparts of this rank whose state a joiner can use, by slot; any thread."""
         return self._membership.find_holders()
 
+    def expect(self, slots: Sequence[int]) -> None:
+        """Note which groups offered the state that this group fetches; see `Membership.expect`."""
+        self._membership.expect(slots)
+
     def find_living(self, slots: Collection[int]) -> set[int]:
         """Return which groups of the last round live, of those in `slots`. A collective of the group."""
         members = [member for member in self._met if member.slot in slots]

@@ -15,6 +15,7 @@ heartbeats, quorum and the reconfigurable process groups.
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import itertools
 import logging
@@ -76,6 +77,14 @@ _OFTEN = 4
 _LOOK_TIMEOUTS = 0.1  # heartbeat timeouts
 _LOOK_SHARE = 0.02  # of a step
 _CONNECTING_TIMES_IN_RESERVE = 2  # admit a joiner only if this many times of the last connecting remain in the step
+
+
+class _Lack(enum.StrEnum):
+    """Which groups a quorum lacks, by the lighthouse's page."""
+
+    NOTHING = "nothing"
+    UNKNOWN = "unknown"  # the page does not list one that must be known: the lighthouse was started again
+    LIVING = "living"  # with rounds of several steps, one that heartbeats
 
 
 class Membership:
@@ -147,6 +156,8 @@ class Membership:
         self._connecting_seconds = math.inf  # of the last process group with others
         self._leave_requested = leave_requested
         self._former: tuple[int, Sequence[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
+        self._has_met = False  # other groups in a quorum, or waited in vain for those in `_donors`
+        self._donors: tuple[int, ...] = ()  # slots of the groups that offered the state which this group fetches
         self._reported: set[str] = set()  # strangers
         self._counterparts: dict[int, Peer] = {}  # of this rank in the last quorum, by slot
         self._failures = 0  # votes in a row that failed
@@ -331,6 +342,15 @@ class Membership:
             return {}
         return self._find_peers(status)
 
+    def expect(self, slots: Sequence[int]) -> None:
+        """Note which groups offered the state that this group fetches; called alike on all ranks.
+
+        With rounds of several steps, a newcomer's first quorum must include one of these groups while one of them
+        lives. They are in the round that starts from the offered state. A newcomer that committed without them would
+        make that round void.
+        """
+        self._donors = tuple(slots)
+
     def find_addresses(self, slots: Sequence[int]) -> list[str]:
         """Return the state servers' addresses (host:port) of this rank's counterparts in these groups; any thread.
 
@@ -440,8 +460,9 @@ class Membership:
     def _find_members(self, step: int, failures: int) -> tuple[Reply, Admission, float]:
         """Ask for a quorum; return the reply, the members of this group's job in it, and when the group asked first.
 
-        A lighthouse that was started again may not know all groups yet: a quorum then lacks groups that are alive. So
-        ask again, as often on each rank of the group, before they count as gone.
+        Two kinds of quorums lack groups that live. A lighthouse that was started again does not know all groups yet.
+        And a lighthouse forms a quorum without a group that computes for longer than `join_timeout_ms`, or that a
+        restarted lighthouse heard of too late. So ask again, as often on each rank of the group.
         """
         former_id, former_names, former = self._former
         asked = math.inf
@@ -462,17 +483,19 @@ class Membership:
                 restarted |= reply.quorum_id == former_id and names != former_names
             if reply.moved:
                 restarted, most = True, _FOLLOW_ASKS
+            lack, lacking = self._look_for_others(there, missing)
+            restarted |= lack is _Lack.UNKNOWN
             # A member that knows of no restart goes on to its exchange, which fails as long as this group waits here.
             another_broke = names == earlier[1] and reply.quorum_id > earlier[0]
-            if not (restarted and missing):
-                break
-            if (another_broke or again >= most) and not self._are_in_a_round(missing, admission):
+            may_come = restarted and (bool(missing) or lack is _Lack.UNKNOWN)
+            if not (lack is _Lack.LIVING or (may_come and not another_broke and again < most)):
                 break
             earlier = reply.quorum_id, names
             if again == 0:
-                logger.warning("the lighthouse was started again; waiting for groups %s to reconnect", missing)
+                logger.warning("waiting for groups %s, which the quorum lacks", lacking or missing)
             time.sleep(_REUNION_PAUSE_SECONDS)
         self._former = reply.quorum_id, names, admission
+        self._has_met |= restarted or len(admission.members) > 1
         return reply, admission, asked
 
     def _await_others(self, names: Sequence[str]) -> bool:
@@ -503,21 +526,38 @@ class Membership:
                 return not self._needed.is_set()
         return False
 
-    def _are_in_a_round(self, missing: Sequence[int], admission: Admission) -> bool:
-        """Say whether one of these groups lives: its round may take long, and without it would be void. A collective.
+    def _look_for_others(self, there: Collection[int], missing: Collection[int]) -> tuple[_Lack, list[int]]:
+        """Return whether and which groups a quorum lacks, as rank 0 reads the lighthouse's page. A collective.
 
-        The quorum of a lighthouse that was started again has who asked first, and it waits for no others from then on.
+        With rounds of several steps a group that lives outside may be in the midst of its round for long. A commit
+        without it would make that round void.
+
+        Args:
+            there: slots of the groups that have asked for the quorum.
+            missing: slots of the last quorum's members that have not asked.
         """
-        if not self._strategy.is_long:
-            return False
+        if not (missing or self._strategy.is_long):
+            return _Lack.NOTHING, []
 
         def decide(_: set[str]) -> str:
             beat = self._config.heartbeat_timeout_ms / 1000
             status = self._page.read(beat)
-            living = [] if status is None else find_outsiders(self.member, admission.members, status, beat)
-            return "live" if set(missing) & set(living) else ""
+            if status is None:
+                return _Lack.NOTHING
+            known = {member.slot for member in members_of_job(self.member, status.heartbeats)}
+            # The training thread notes donors while a request is under way, on each rank at a time of its own.
+            donors = () if self._has_met or not self._strategy.is_long else self._donors
+            expected = missing or (() if set(donors) & set(there) else donors)
+            if unknown := sorted({*expected} - known):
+                return " ".join([_Lack.UNKNOWN, *map(str, unknown)])
+            if not self._strategy.is_long:
+                return _Lack.NOTHING
+            living = {member.slot for member in find_living(self.member, status, beat)}
+            outside = sorted(living.difference(there))
+            return " ".join([_Lack.LIVING, *map(str, outside)]) if outside else _Lack.NOTHING
 
-        return self._agreement.rank0_decides((), decide) == "live"
+        kind, *slots = self._agreement.rank0_decides((), decide).split()
+        return _Lack(kind), [int(slot) for slot in slots]
 
     def _report_strangers(self, admission: Admission) -> None:
         """Report each stranger once, on one rank of the group."""
