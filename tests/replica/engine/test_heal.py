@@ -144,6 +144,7 @@ class World:
         self.others_see: list[int] = []  # what other ranks of its group say of what is gathered next
         self.retracted = 0
         self.rooms: list[tuple[int, bool]] = []  # after how many rounds it took memory, and whether the others waited
+        self.expected: list[tuple[int, ...]] = []  # groups that its first quorum must include one of, by fetch
         self.begun: list[int] = []  # after how many rounds it has said that it has something to finish
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
@@ -222,6 +223,9 @@ class World:
 
     def find_holders(self) -> dict[int, Peer]:
         return {}
+
+    def expect(self, slots: Sequence[int]) -> None:
+        self.expected.append(tuple(slots))
 
     def find_addresses(self, slots: Sequence[int]) -> list[str]:
         return [str(slot) for slot in slots]
@@ -867,6 +871,7 @@ def test_a_newcomer_has_the_state_before_there_is_a_quorum(make: Callable[..., W
     world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "awaited", True)
     run(world)
     assert (world.made, world.applied, world.donors) == (1, [6], [[0, 1]])
+    assert world.expected == [(0, 1)], "its first quorum must include a group that it got the state from"
     assert world.pauses == 3, "it waits for the quorum, and not by looking again and again"
     assert world.rooms == [(0, False)], "memory for updates is taken while nobody waits"
     assert world.begun == [0, 1], "told to leave, it stays for the round that the others make with it"

@@ -130,6 +130,9 @@ class Seat:
         """Know nobody."""
         return {}
 
+    def expect(self, slots: Sequence[int]) -> None:
+        """Each quorum has all groups that are there."""
+
     def find_outsiders(self, quorum: Quorum, step: int) -> list[int]:
         """See nobody."""
         return []
