@@ -1,0 +1,331 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The node of the control tree, and its parts.
+
+`test_explore` covers the faults of the network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from tests.replica.protocol.control.garbage import BAD_BYTES, BAD_MESSAGES
+from titan_ft.protocol.control import node as nodes
+from titan_ft.protocol.control.link import (
+    ACKNOWLEDGE_EVERY,
+    GRACE_SECONDS,
+    MAX_BAD_FRAMES,
+    RETRY_SECONDS,
+)
+from titan_ft.protocol.control.message import (
+    MAX_BYTES,
+    AnswerMessage,
+    Frame,
+    LossMessage,
+    NoteMessage,
+    WordsMessage,
+    check_length,
+    decode,
+    encode,
+)
+from titan_ft.protocol.control.node import (
+    Action,
+    Answer,
+    Close,
+    Connect,
+    Decide,
+    Hear,
+    Left,
+    Lose,
+    Node,
+    Send,
+)
+from titan_ft.protocol.control.tree import find_children, find_depth, find_parent
+
+
+class Group:
+    """Nodes over a network that delivers each frame at once, in order."""
+
+    def __init__(self, num_ranks: int, fan_out: int = 2) -> None:
+        self.nodes = [Node(rank, num_ranks, fan_out) for rank in range(num_ranks)]
+        self.actions: list[tuple[int, Action]] = []
+        self.frames: Counter[tuple[int, int]] = Counter()
+        self._under_way: deque[tuple[int, int, bytes]] = deque()
+        for rank, node in enumerate(self.nodes):
+            self.act(rank, node.start(0.0))
+
+    def act(self, rank: int, actions: list[Action]) -> None:
+        """Carry actions out, and those that follow."""
+        for action in actions:
+            match action:
+                case Connect(peer):
+                    self.act(peer, self.nodes[peer].connected(rank, 0.0))
+                    self.act(rank, self.nodes[rank].connected(peer, 0.0))
+                case Send(peer, frame):
+                    self.frames[rank, peer] += 1
+                    self._under_way.append((rank, peer, frame))
+                case _:
+                    self.actions.append((rank, action))
+        while self._under_way:
+            sender, receiver, frame = self._under_way.popleft()
+            self.act(receiver, self.nodes[receiver].receive(sender, frame, 0.0))
+
+    def agree(self, number: int) -> None:
+        """Let all ranks join an agreement, and rank 0 decide it."""
+        for rank, node in enumerate(self.nodes):
+            self.act(rank, node.join(number, [str(rank)], 0.0))
+        self.act(0, self.nodes[0].decide(number, f"answer {number}", 0.0))
+
+    def take(self, kind: type[Action]) -> list[tuple[int, Action]]:
+        """Return the actions of this kind, with their ranks, and forget them."""
+        taken = [(rank, action) for rank, action in self.actions if isinstance(action, kind)]
+        self.actions = [pair for pair in self.actions if pair not in taken]
+        return taken
+
+
+# The tree
+
+
+@pytest.mark.parametrize("fan_out", [1, 2, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 17, 18, 300])
+def test_each_rank_is_a_child_of_its_parent(num_ranks: int, fan_out: int) -> None:
+    children = {rank: find_children(rank, num_ranks, fan_out) for rank in range(num_ranks)}
+    assert find_parent(0, fan_out) is None
+    assert sorted(chain(*children.values())) == list(range(1, num_ranks))
+    for rank in range(1, num_ranks):
+        parent = find_parent(rank, fan_out)
+        assert parent is not None
+        assert rank in children[parent]
+
+
+def test_depth() -> None:
+    assert [find_depth(num_ranks) for num_ranks in (1, 2, 17, 18, 273, 274, 8192)] == [
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        4,
+    ]
+
+
+# Frames
+
+
+@given(some.binary(max_size=200))
+def test_bytes_that_are_no_frame_raise_a_value_error(data: bytes) -> None:
+    try:
+        frame = decode(data)
+    except ValueError:
+        return
+    assert decode(encode(frame)) == frame
+
+
+def test_a_message_fits_into_a_frame_or_is_refused() -> None:
+    """A node that passes the longest message on writes larger numbers around it."""
+    longest = NoteMessage("topic", "x" * (MAX_BYTES - 100))
+    check_length(longest)
+    assert len(encode(Frame(1 << 40, 1 << 40, longest))) <= MAX_BYTES
+    with pytest.raises(ValueError, match="shorten"):
+        check_length(NoteMessage("topic", "x" * MAX_BYTES))
+
+
+# Agreements and notes
+
+
+def test_an_agreement_costs_one_frame_up_and_one_down() -> None:
+    """No frame is there only to acknowledge."""
+    group = Group(7)
+    group.frames.clear()
+    for number in range(1, 100):
+        group.agree(number)
+    assert set(group.frames.values()) == {99}
+    assert len(group.frames) == 2 * 6
+    assert len(group.take(Answer)) == 99 * 7
+    assert group.take(Decide)[0] == (0, Decide(1, frozenset("0123456")))
+
+
+def test_notes_are_acknowledged_though_nobody_answers() -> None:
+    group = Group(3)
+    for number in range(10 * ACKNOWLEDGE_EVERY):
+        group.act(0, group.nodes[0].say(f"topic {number}", "", 0.0))
+    assert group.frames[1, 0] == 1 + 10
+    assert group.nodes[0].num_kept == 0
+
+
+def test_the_first_text_of_a_topic_wins_on_all_ranks() -> None:
+    group = Group(7)
+    for rank in (5, 0, 6):
+        group.act(rank, group.nodes[rank].say("who", f"rank {rank}", 0.0))
+    assert sorted(group.take(Hear)) == [(rank, Hear("who", "rank 5")) for rank in range(7)]
+
+
+def test_one_note_of_a_topic_travels_up() -> None:
+    """If all ranks of a large group say the same, rank 0 gets it once from each child."""
+    node = Node(1, 4, fan_out=2)
+    node.connected(0, 0.0)
+    node.connected(3, 0.0)
+    assert len(node.say("broken", "here", 0.0)) == 1
+    assert node.receive(3, encode(Frame(1, 0, NoteMessage("broken", "there"))), 0.0) == []
+
+
+def test_the_end_in_order_is_announced_once() -> None:
+    group = Group(7)
+    for rank, node in enumerate(group.nodes):
+        group.act(rank, node.leave(0.0))
+    assert sorted(rank for rank, _ in group.take(Left)) == list(range(7))
+    for rank in range(7):
+        parent = find_parent(rank, 2)
+        if parent is not None:
+            group.act(rank, group.nodes[rank].disconnected(parent, 1.0))
+            group.act(rank, group.nodes[rank].tick(1.0 + GRACE_SECONDS))
+    assert group.take(Left) == group.take(Lose) == []
+
+
+def test_a_group_of_one_rank_needs_no_link() -> None:
+    group = Group(1)
+    group.act(0, group.nodes[0].say("topic", "text", 0.0))
+    group.agree(1)
+    group.act(0, group.nodes[0].leave(0.0))
+    decide, answer = Decide(1, frozenset("0")), Answer(1, "answer 1")
+    actions = [action for _, action in group.actions]
+    assert actions == [Hear("topic", "text"), decide, answer, Left()]
+    assert group.nodes[0].next_tick == math.inf
+
+
+def test_misuse_raises_and_changes_nothing() -> None:
+    group = Group(3)
+    root = group.nodes[0]
+    too_long = "x" * MAX_BYTES
+    with pytest.raises(ValueError, match="agreement 1 is under way"):
+        root.join(2, [], 0.0)
+    with pytest.raises(ValueError, match="shorten"):
+        root.join(1, [too_long], 0.0)
+    with pytest.raises(ValueError, match="shorten"):
+        root.say("topic", too_long, 0.0)
+    with pytest.raises(ValueError, match="waits for none"):
+        root.decide(1, "early", 0.0)
+    with pytest.raises(ValueError, match="shorten"):
+        root.decide(1, too_long, 0.0)
+    with pytest.raises(ValueError, match="waits for none"):
+        group.nodes[1].decide(1, "not rank 0", 0.0)
+    group.agree(1)
+    with pytest.raises(ValueError, match="agreement 2 is under way"):
+        root.join(1, [], 0.0)
+    assert len(group.take(Answer)) == 3
+
+
+# Links
+
+
+def test_a_parent_that_does_not_come_back_is_lost() -> None:
+    """The child tries again and again, and is told when to do so."""
+    node = Node(1, 3)
+    assert node.start(5.0) == [Connect(0)]
+    assert node.say("before", "", 5.0) == []
+    now, dials = 5.0, 0
+    while True:
+        node.disconnected(0, now)
+        now = node.next_tick
+        actions = node.tick(now)
+        if actions != [Connect(0)]:
+            break
+        dials += 1
+    assert [type(action) for action in actions] == [Close, Lose]
+    assert now == 5.0 + GRACE_SECONDS
+    assert dials == pytest.approx(GRACE_SECONDS / RETRY_SECONDS, abs=1)
+    assert node.next_tick == math.inf
+    assert node.connected(0, now) == [Close(0)]
+    assert node.say("after", "", now) == []
+    assert node.num_kept == 0, "nothing is kept for a neighbour that does not come back"
+
+
+@pytest.mark.parametrize("make", [*BAD_BYTES, *BAD_MESSAGES])
+def test_a_bad_frame_closes_the_connection(make: Callable[[bytes], bytes]) -> None:
+    """A new connection heals the link. After too many bad frames in a row the neighbour is lost."""
+    group = Group(3)
+    good = encode(Frame(1, 0, WordsMessage(1, frozenset({"word"}))))
+    for _ in range(MAX_BAD_FRAMES - 1):
+        assert group.nodes[0].receive(1, make(good), 1.0) == [Close(1)]
+        assert group.nodes[0].receive(1, good, 1.0) == [], "the connection is closed"
+        group.act(0, group.nodes[0].connected(1, 1.0))
+    lost, passed_on = group.nodes[0].receive(1, make(good), 1.0)[1:]
+    assert isinstance(lost, Lose)
+    assert "sends bad frames" in lost.reason
+    assert isinstance(passed_on, Send)
+    assert passed_on.peer == 2
+    note = encode(Frame(1, 0, NoteMessage("topic", "")))
+    assert group.nodes[0].receive(1, note, 1.0) == []
+    assert group.nodes[0].next_tick == math.inf
+
+
+def test_bad_frames_between_good_ones_cost_no_rank() -> None:
+    node = Node(0, 3)
+    for number in range(1, 3 * MAX_BAD_FRAMES):
+        node.connected(1, 0.0)
+        note = Frame(number, 0, NoteMessage(str(number), ""))
+        assert Hear(str(number), "") in node.receive(1, encode(note), 0.0)
+        too_early = encode(Frame(number + 2, 0, NoteMessage("too early", "")))
+        for _ in range(MAX_BAD_FRAMES - 1):
+            assert node.receive(1, too_early, 0.0) == [Close(1)]
+            node.connected(1, 0.0)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_cannot_be_lost(rank: int) -> None:
+    """Rank 0 is told of its own loss, or of a rank beyond the group."""
+    node = Node(0, 3)
+    node.connected(1, 0.0)
+    assert node.receive(1, encode(Frame(1, 0, LossMessage(rank, "", ""))), 0.0) == [Close(1)]
+
+
+@pytest.mark.parametrize(
+    ("peer", "number", "has_joined"),
+    [(0, 1, False), (0, 2, True), (3, 1, True)],
+    ids=["before the words", "of another agreement", "from a child"],
+)
+def test_an_answer_that_is_not_due(peer: int, number: int, has_joined: bool) -> None:
+    node = Node(1, 4, fan_out=2)
+    node.connected(0, 0.0)
+    node.connected(3, 0.0)
+    node.receive(3, encode(Frame(1, 0, WordsMessage(1, frozenset()))), 0.0)
+    if has_joined:
+        node.join(1, [], 0.0)
+    frame = Frame(2 if peer == 3 else 1, 0, AnswerMessage(number, "answer"))
+    assert node.receive(peer, encode(frame), 0.0) == [Close(peer)]
+
+
+def test_a_process_that_has_ended_is_lost_at_once() -> None:
+    """Also if the sockets find that out later, and while a new connection is tried."""
+    node = Node(1, 2)
+    node.start(0.0)
+    node.connected(0, 0.0, "node-7")
+    assert node.disconnected(0, 1.0) == []
+    assert node.tick(1.0) == [Connect(0)]
+    lost = Lose(0, "its process has ended", "node-7")
+    assert node.disconnected(0, 1.02, has_ended=True) == [Close(0), lost]
+    assert node.disconnected(0, 1.04, has_ended=True) == []
+
+
+def test_words_that_are_too_long_together_close_the_connection() -> None:
+    """The words of each child fit into a frame, and their union does not."""
+    node = Node(0, 3)
+    for peer, letter in ((1, "a"), (2, "b")):
+        node.connected(peer, 0.0)
+        words = WordsMessage(1, frozenset({letter * (MAX_BYTES // 2)}))
+        actions = node.receive(peer, encode(Frame(1, 0, words)), 0.0)
+        assert actions == ([] if peer == 1 else [Close(2)])
+
+
+def test_a_stranger_is_sent_away() -> None:
+    node = Node(1, 3)
+    assert node.connected(2, 0.0) == [nodes.Close(2)]
+    assert node.disconnected(2, 0.0) == node.receive(2, b"", 0.0) == []

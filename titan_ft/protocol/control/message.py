@@ -1,0 +1,118 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The messages between a rank and its neighbours in the control tree, and their encoding."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+MAX_BYTES = 1 << 20
+"""Length of the longest frame."""
+
+_MAX_MESSAGE_BYTES = MAX_BYTES - 64
+"""Length of the longest message. A node that passes it on may write larger numbers around it."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Refuses unknown fields. The decoder would recurse into them, and a deep one overflows it."""
+
+
+class WordsMessage(_Struct, frozen=True, tag="words"):
+    """To the parent: the words of all ranks of the sender's subtree for an agreement."""
+
+    number: _Count
+    words: frozenset[str]
+
+
+class AnswerMessage(_Struct, frozen=True, tag="answer"):
+    """To a child: the decision of rank 0 in an agreement.
+
+    Attributes:
+        announced: rank 0 has decided without the words of the ranks.
+    """
+
+    number: _Count
+    text: str
+    announced: bool = False
+
+
+class NoteMessage(_Struct, frozen=True, tag="note"):
+    """To the parent: a rank's text for a topic. To a child: the text that rank 0 has taken."""
+
+    topic: str
+    text: str
+
+
+class LossMessage(_Struct, frozen=True, tag="loss"):
+    """To all neighbours: a rank is lost.
+
+    Attributes:
+        host: of this rank, for people; empty = not known.
+    """
+
+    rank: _Count
+    reason: str
+    host: str
+
+
+class LeaveMessage(_Struct, frozen=True, tag="leave"):
+    """To all neighbours: the sender ends in order. The end of its connection is no loss."""
+
+
+Message = WordsMessage | AnswerMessage | NoteMessage | LossMessage | LeaveMessage
+
+
+class Frame(_Struct, frozen=True):
+    """A message on its way over one link.
+
+    Attributes:
+        number: ordinal of the message on this link, in this direction, from 1; 0 = no message.
+        acknowledged: number of the last message that the sender has received.
+        message: None = the frame only acknowledges.
+    """
+
+    number: _Count
+    acknowledged: _Count
+    message: Message | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encode(frame: Frame) -> bytes:
+    """Encode a frame whose message `check_length` has accepted."""
+    return _encoder.encode(frame)
+
+
+def decode(data: bytes) -> Frame:
+    """Decode a frame.
+
+    Raises:
+        ValueError: the bytes are no frame, or too many.
+    """
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a frame has {len(data)} bytes; at most {MAX_BYTES} are allowed")
+    try:
+        frame = _decoder.decode(data)
+    except ValueError as error:
+        raise ValueError(f"not a frame: {error}") from error
+    if (frame.number == 0) != (frame.message is None):
+        raise ValueError("not a frame: only a frame without a message has the number 0")
+    return frame
+
+
+def check_length(message: Message) -> None:
+    """Check that a message fits into a frame.
+
+    Raises:
+        ValueError: the message is too long.
+    """
+    length = len(_encoder.encode(message))
+    if length > _MAX_MESSAGE_BYTES:
+        found = f"{type(message).__name__}: {length} bytes"
+        raise ValueError(f"{found}; at most {_MAX_MESSAGE_BYTES} are allowed; shorten its text")

@@ -1,0 +1,407 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One rank's node in the control tree of its group. No clock, no socket, no thread.
+
+*Agreements.* Each rank gives words. A node waits for the words of its whole subtree, and sends
+their union up. Rank 0 decides, and the answer travels down: one trip up and one trip down. Rank 0
+can also announce its decision without any words: one trip down. All ranks know which agreements are
+announcements.
+
+*Notes.* A note travels up to rank 0, which takes the first text of each topic, and from there down
+to all ranks. Messages keep their order on each link. So all ranks know a note before they get the
+answer of the next agreement that its sender joins.
+
+*Losses.* A neighbour is lost if its connection stays closed for `GRACE_SECONDS`, or if its process
+has ended. Both ends report the loss, and all ranks that are still connected pass the report on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from titan_ft.protocol.control.link import GRACE_SECONDS, TreeLink
+from titan_ft.protocol.control.message import (
+    AnswerMessage,
+    LeaveMessage,
+    LossMessage,
+    Message,
+    NoteMessage,
+    WordsMessage,
+    check_length,
+    decode,
+)
+from titan_ft.protocol.control.tree import FAN_OUT, find_children, find_parent
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Make a connection to this rank. Then call `connected` or `disconnected`."""
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a frame to this rank."""
+
+    peer: int
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the connection to this rank, or the attempt to make one, if there is one.
+
+    The caller does not report this end with `disconnected`.
+    """
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """On rank 0: all ranks have joined this agreement. Call `decide`."""
+
+    number: int
+    words: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """This agreement has this answer."""
+
+    number: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hear:
+    """A rank has said this. Each topic is heard once, with the same text on all ranks."""
+
+    topic: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """This rank is lost. Each rank is lost once.
+
+    Attributes:
+        host: of this rank, for people; empty = not known.
+    """
+
+    rank: int
+    reason: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """This rank may end: each neighbour has left as well and knows of this end, or is lost."""
+
+
+Action = Connect | Send | Close | Decide | Answer | Hear | Lose | Left
+
+
+class Node:
+    """One rank of the control tree.
+
+    Each event returns its actions, to be carried out in this order. After each event the caller
+    reads `next_tick`, and calls `tick` at that time.
+
+    Args of the events:
+        now: seconds of any monotonic clock.
+        peer: rank of a neighbour.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, fan_out: int = FAN_OUT) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        self._parent = find_parent(rank, fan_out)
+        self._children = find_children(rank, num_ranks, fan_out)
+        self._links = {child: TreeLink(child, dials=False) for child in self._children}
+        if self._parent is not None:
+            self._links[self._parent] = TreeLink(self._parent, dials=True)
+        self._actions: list[Action] = []
+        self._topics: set[str] = set()  # of the notes that this node has passed on, up or down
+        self._lost: set[int] = set()
+        self._leaves = self._left = False
+        self._number = 0
+        self._begin_agreement()
+
+    @property
+    def next_tick(self) -> float:
+        """Time of the next call of `tick`; math.inf = none is needed."""
+        times = [min(link.grace_end, link.next_dial) for link in self._links.values()]
+        return min(times, default=math.inf)
+
+    @property
+    def num_kept(self) -> int:
+        """Number of messages that are kept until a neighbour acknowledges them."""
+        return sum(link.num_kept for link in self._links.values())
+
+    # Events of the clock and the connections
+
+    def start(self, now: float) -> list[Action]:
+        """Begin to connect to the parent, which listens already."""
+        if self._parent is not None:
+            self._links[self._parent].next_dial = now
+        return self.tick(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Do what is due."""
+        for link in self._links.values():
+            if now >= link.grace_end:
+                closed = f"its connection to rank {self._rank} closed"
+                self._give_up(link, f"{closed} and did not come back in {GRACE_SECONDS:g} s")
+            elif now >= link.next_dial:
+                link.dial(now)
+                self._actions.append(Connect(link.peer))
+        return self._take_actions()
+
+    def connected(self, peer: int, now: float, host: str = "") -> list[Action]:
+        """Begin to use a new connection. The caller reads no more frames of an earlier one.
+
+        A child may see the end of its connection and make a new one, while its parent still
+        believes in the earlier one.
+
+        Args:
+            host: of the peer, for people; named if the peer is lost.
+        """
+        link = self._links.get(peer)
+        if link is None or link.ended:
+            return [Close(peer)]
+        self._send_frames(link, link.connect(host))
+        return self._take_actions()
+
+    def disconnected(self, peer: int, now: float, has_ended: bool = False) -> list[Action]:
+        """A connection ended, or an attempt to connect failed.
+
+        Args:
+            has_ended: the peer's process does not exist any more, so the grace would only delay
+                the report. The caller may find that out later, and then calls a second time.
+        """
+        link = self._links.get(peer)
+        if link is None or link.ended:
+            return []
+        if has_ended:
+            self._give_up(link, "its process has ended")
+        else:
+            link.disconnect(now)
+        return self._take_actions()
+
+    def receive(self, peer: int, frame: bytes, now: float) -> list[Action]:
+        """Take a frame. A bad frame closes the connection, and changes nothing else."""
+        link = self._links.get(peer)
+        if link is None or not link.connected:
+            return []
+        try:
+            decoded = decode(frame)
+            message = decoded.message if link.is_new(decoded) else None
+            if message is not None:
+                self._check(peer, message)
+        except ValueError as error:
+            self._reject(link, error, now)
+            return self._take_actions()
+        link.accept(decoded)
+        if message is not None:
+            self._take(peer, message)
+        self._send_frames(link, link.acknowledge())
+        return self._take_actions()
+
+    # Events of the rank's own threads
+
+    def join(self, number: int, words: Iterable[str], now: float) -> list[Action]:
+        """Give this rank's words for agreement `number`: 1, 2, ... in this order.
+
+        Raises:
+            ValueError: another agreement is under way, or the words are too long.
+        """
+        message = WordsMessage(number, frozenset(words))
+        self._check_words(self._rank, message)
+        self._add_words(self._rank, message)
+        return self._take_actions()
+
+    def decide(self, number: int, answer: str, now: float) -> list[Action]:
+        """Answer agreement `number`, on rank 0.
+
+        Raises:
+            ValueError: this agreement is not to be decided here and now, or the answer is too long.
+        """
+        message = AnswerMessage(number, answer)
+        check_length(message)
+        self._check_answer(None, message)
+        self._pass_answer_down(message)
+        return self._take_actions()
+
+    def announce(self, number: int, answer: str, now: float) -> list[Action]:
+        """Answer agreement `number` without the words of the ranks, on rank 0.
+
+        Raises:
+            ValueError: another agreement is under way, or the answer is too long.
+        """
+        message = AnswerMessage(number, answer, announced=True)
+        check_length(message)
+        self._check_answer(None, message)
+        self._pass_answer_down(message)
+        return self._take_actions()
+
+    def say(self, topic: str, text: str, now: float) -> list[Action]:
+        """Say something to all ranks. Of several texts for one topic, rank 0 takes the first one.
+
+        Raises:
+            ValueError: the text is too long.
+        """
+        note = NoteMessage(topic, text)
+        check_length(note)
+        self._pass_note_up(note)
+        return self._take_actions()
+
+    def leave(self, now: float) -> list[Action]:
+        """Announce the end of this rank. The node still passes messages on until `Left`."""
+        self._leaves = True
+        for link in self._links.values():
+            self._send(link, LeaveMessage())
+        return self._take_actions()
+
+    # Messages
+
+    def _check(self, peer: int, message: Message) -> None:
+        """Raise a ValueError if the peer cannot send this message now."""
+        match message:
+            case WordsMessage():
+                self._check_words(peer, message)
+            case AnswerMessage():
+                self._check_answer(peer, message)
+            case LossMessage(rank) if rank >= self._num_ranks or rank == self._rank:
+                raise ValueError(f"rank {rank} cannot be lost here")
+
+    def _take(self, peer: int, message: Message) -> None:
+        match message:
+            case WordsMessage():
+                self._add_words(peer, message)
+            case AnswerMessage():
+                self._pass_answer_down(message)
+            case NoteMessage() if peer == self._parent:
+                self._pass_note_down(message)
+            case NoteMessage():
+                self._pass_note_up(message)
+            case LossMessage():
+                self._lose(message)
+            case LeaveMessage():
+                self._links[peer].peer_left = True
+
+    # Agreements
+
+    def _begin_agreement(self) -> None:
+        self._number += 1
+        self._words: frozenset[str] = frozenset()
+        self._missing = {self._rank, *self._children}  # they have yet to give words
+
+    def _check_words(self, rank: int, message: WordsMessage) -> None:
+        number = message.number
+        if number != self._number or rank not in self._missing:
+            under_way = f"agreement {self._number} is under way"
+            raise ValueError(f"words of rank {rank} for agreement {number}, while {under_way}")
+        check_length(WordsMessage(number, self._words | message.words))
+
+    def _add_words(self, rank: int, message: WordsMessage) -> None:
+        self._words |= message.words
+        self._missing.remove(rank)
+        if self._missing:
+            return
+        if self._parent is None:
+            self._actions.append(Decide(self._number, self._words))
+        else:
+            self._send_up(WordsMessage(self._number, self._words))
+
+    def _check_answer(self, sender: int | None, message: AnswerMessage) -> None:
+        """Raise a ValueError for an answer that is not due. The sender is None on rank 0."""
+        number = message.number
+        num_missing = len(self._children) + 1 if message.announced else 0
+        is_due = len(self._missing) == num_missing
+        if sender != self._parent or number != self._number or not is_due:
+            raise ValueError(f"an answer of agreement {number}, which waits for none")
+
+    def _pass_answer_down(self, message: AnswerMessage) -> None:
+        self._send_down(message)
+        self._actions.append(Answer(message.number, message.text))
+        self._begin_agreement()
+
+    # Notes
+
+    def _pass_note_up(self, note: NoteMessage) -> None:
+        """Pass the first note of a topic up. Rank 0 would drop the next ones."""
+        if note.topic in self._topics:
+            return
+        if self._parent is None:
+            self._pass_note_down(note)
+        else:
+            self._topics.add(note.topic)
+            self._send_up(note)
+
+    def _pass_note_down(self, note: NoteMessage) -> None:
+        self._topics.add(note.topic)
+        self._send_down(note)
+        self._actions.append(Hear(note.topic, note.text))
+
+    # Losses
+
+    def _reject(self, link: TreeLink, error: ValueError, now: float) -> None:
+        """Close the connection after a bad frame. The next one may bring the message intact."""
+        if link.reject():
+            self._give_up(link, f"it sends bad frames: {error}")
+            return
+        link.disconnect(now)
+        self._actions.append(Close(link.peer))
+
+    def _give_up(self, link: TreeLink, reason: str) -> None:
+        link.end()
+        self._actions.append(Close(link.peer))
+        if not link.peer_left:
+            self._lose(LossMessage(link.peer, reason, link.host))
+
+    def _lose(self, loss: LossMessage) -> None:
+        """Report a loss once, here and to all neighbours.
+
+        A loss does not travel by way of rank 0 like a note: the way there may be lost.
+        """
+        if loss.rank in self._lost:
+            return
+        self._lost.add(loss.rank)
+        self._actions.append(Lose(loss.rank, loss.reason, loss.host))
+        for link in self._links.values():
+            self._send(link, loss)
+
+    # Actions
+
+    def _send_up(self, message: Message) -> None:
+        assert self._parent is not None
+        self._send(self._links[self._parent], message)
+
+    def _send_down(self, message: Message) -> None:
+        for child in self._children:
+            self._send(self._links[child], message)
+
+    def _send(self, link: TreeLink, message: Message) -> None:
+        self._send_frames(link, link.send(message))
+
+    def _send_frames(self, link: TreeLink, frames: Iterable[bytes]) -> None:
+        for frame in frames:
+            self._actions.append(Send(link.peer, frame))
+
+    def _take_actions(self) -> list[Action]:
+        if self._leaves and not self._left:
+            self._check_left()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _check_left(self) -> None:
+        if all(self._is_over(link) for link in self._links.values()):
+            self._left = True
+            self._actions.append(Left())
+
+    @staticmethod
+    def _is_over(link: TreeLink) -> bool:
+        return link.ended or (link.peer_left and link.num_kept == 0)

@@ -1,0 +1,27 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Shape of a control tree: rank 0 is the root, and each rank has up to `FAN_OUT` children."""
+
+from __future__ import annotations
+
+FAN_OUT = 16
+"""Children of a rank. Four hops reach rank 0 from each of 8,192 ranks."""
+
+
+def find_parent(rank: int, fan_out: int = FAN_OUT) -> int | None:
+    """Return the parent of a rank; None for rank 0."""
+    return (rank - 1) // fan_out if rank else None
+
+
+def find_children(rank: int, num_ranks: int, fan_out: int = FAN_OUT) -> range:
+    """Return the children of a rank."""
+    first = rank * fan_out + 1
+    return range(min(first, num_ranks), min(first + fan_out, num_ranks))
+
+
+def find_depth(num_ranks: int, fan_out: int = FAN_OUT) -> int:
+    """Return the number of hops from rank 0 to the farthest rank."""
+    depth, rank = 0, num_ranks - 1
+    while (parent := find_parent(rank, fan_out)) is not None:
+        depth, rank = depth + 1, parent
+    return depth
