@@ -1,0 +1,74 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One rank of a group as a process of its own.
+
+    python -m tests.replica.membership.control_rank FOLDER RANK NUM_RANKS FAN_OUT here|elsewhere
+
+It agrees once, prints "ready", agrees again and again, and prints how that ends. Its store is a folder. It imports no
+torch, so that it starts at once. It has a child process, as a rank with loaders has. The others take a rank that is
+"elsewhere" for a process of another host.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from titan_ft.membership.control_tree import ControlTree
+from titan_ft.system.process import Process
+
+
+class FolderStore:
+    """Stands for a group's TCPStore."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def set(self, key: str, value: str) -> None:
+        path = self._folder / key.replace("/", "-")
+        path.with_suffix(".new").write_text(value)
+        path.with_suffix(".new").rename(path)
+
+    def get(self, key: str) -> bytes:
+        path = self._folder / key.replace("/", "-")
+        while not path.exists():
+            time.sleep(0.01)
+        return path.read_bytes()
+
+
+def main(folder: str, *numbers: str, where: str) -> None:
+    """Be a rank."""
+    if where == "elsewhere":
+        own = Process(f"host-{numbers[0]}", os.getpid(), "1")
+        Process.this = classmethod(lambda cls: own)  # type: ignore[method-assign,assignment]
+    rank, num_ranks, fan_out = map(int, numbers)
+    store: Any = FolderStore(Path(folder))
+    tree = ControlTree(
+        rank,
+        num_ranks,
+        host="127.0.0.1",
+        token="token",
+        store=store,
+        key="group/0",
+        name=f"node-{rank}",
+        fan_out=fan_out,
+    )
+    if os.fork() == 0:
+        time.sleep(10)
+        os._exit(0)
+    tree.rank0_decides([], lambda _: "go")
+    print("ready", flush=True)
+    try:
+        while True:
+            tree.rank0_decides([], lambda _: "go")
+            time.sleep(0.01)
+    except ConnectionError as error:
+        print(f"{time.monotonic():.6f} {error}", flush=True)
+    tree.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:-1], where=sys.argv[-1])

@@ -1,0 +1,468 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A control tree among strangers, dead processes, and on a machine without descriptors; over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.replica.membership.control_group import (
+    DEADLINE,
+    HOST,
+    RESET,
+    TOKEN,
+    ControlGroup,
+    Relay,
+    RelayedStore,
+    Store,
+    join_words,
+    make_tree,
+    wait_until,
+)
+from titan_ft.membership import control_sockets
+from titan_ft.membership.control_handshake import (
+    ANSWER_BYTES,
+    HELLO_BYTES,
+    REPLY_BYTES,
+    ChildHandshake,
+    HandshakeError,
+    Identity,
+    ParentHandshake,
+    Secret,
+)
+from titan_ft.membership.control_sockets import MAX_UNPROVED
+from titan_ft.membership.control_tree import CONNECT_SECONDS, ControlTree
+from titan_ft.protocol.control.link import GRACE_SECONDS
+from titan_ft.protocol.errors import LighthouseError
+from titan_ft.system.address import split_address
+
+ROOT = Path(__file__).parents[3]
+
+NOBODY = Identity("", "")
+
+# Processes that die
+
+
+@contextlib.contextmanager
+def started_ranks(folder: Path, where: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start 8 ranks in a tree with fan-out 2, each a process of its own, and end them."""
+    started = []
+    for rank in range(8):
+        module = "tests.replica.membership.control_rank"
+        command = [sys.executable, "-m", module, str(folder), str(rank), "8", "2", where]
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+        started.append(subprocess.Popen(command, cwd=ROOT, **options))
+    try:
+        yield started
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+@pytest.mark.parametrize(("where", "earliest", "latest"), [("here", 0.0, 0.3), ("elsewhere", 0.9, GRACE_SECONDS + 1.0)])
+@pytest.mark.parametrize("victim", [0, 1, 7])
+def test_a_killed_rank_is_named_on_all_others(
+    tmp_path: Path, victim: int, where: str, earliest: float, latest: float
+) -> None:
+    """With its host: at once if it ran on the same host, else after the grace.
+
+    A process that it has forked keeps none of its connections open.
+    """
+    with started_ranks(tmp_path, where) as processes:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        killed = time.monotonic()
+        processes[victim].kill()
+        for process in processes[:victim] + processes[victim + 1 :]:
+            assert process.stdout is not None
+            at, _, line = process.stdout.readline().partition(" ")
+            assert line.startswith(f"rank {victim} of this group (on node-{victim}) is lost: "), line
+            assert earliest < float(at) - killed < latest
+
+
+# Strangers
+
+
+@pytest.fixture
+def group() -> Iterator[ControlGroup]:
+    """Provide a group of three ranks, whose links are seen and broken by a relay."""
+    with ControlGroup(3, store=RelayedStore()) as made:
+        made.check_agreements(1)
+        yield made
+
+
+def parent_address(group: ControlGroup) -> tuple[str, int]:
+    """Return the address at which rank 0 of a group listens: that of its relay is another one."""
+    sockets = group.trees[0]._sockets
+    assert sockets is not None
+    assert sockets.address is not None
+    return sockets.address
+
+
+def relay_of(group: ControlGroup) -> Relay:
+    """Return the relay before rank 0."""
+    assert isinstance(group.store, RelayedStore)
+    return group.store.relays[0]
+
+
+def check_nothing_has_changed(group: ControlGroup) -> None:
+    """The group agrees, a child whose link breaks comes back, and nobody is lost."""
+    group.check_agreements(2)
+    relay_of(group).reset()
+    group.check_agreements(2)
+    assert group.losses == [[], [], []]
+    assert not any(tree._sockets._absent for tree in group.trees if tree._sockets is not None)
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    """Return whether the other end has closed the connection; waits for it."""
+    stranger.settimeout(DEADLINE)
+    try:
+        while stranger.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_a_silent_stranger(group: ControlGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is closed after its time."""
+    monkeypatch.setattr(control_sockets, "HANDSHAKE_SECONDS", 0.2)
+    with socket.create_connection(parent_address(group)) as stranger:
+        check_nothing_has_changed(group)
+        assert is_closed(stranger)
+    check_nothing_has_changed(group)
+
+
+@pytest.mark.parametrize("length", [1, HELLO_BYTES, 1 << 20])
+def test_a_stranger_that_sends_garbage(group: ControlGroup, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much of it."""
+    monkeypatch.setattr(control_sockets, "HANDSHAKE_SECONDS", 0.2)
+    with socket.create_connection(parent_address(group)) as stranger:
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(b"\xff" * length)
+        assert is_closed(stranger)
+    check_nothing_has_changed(group)
+
+
+def test_a_replayed_handshake(group: ControlGroup) -> None:
+    """A stranger that has recorded the bytes of a child does not get past the proof."""
+    chunks = relay_of(group).chunks
+    hello = next(chunk for chunk in chunks if len(chunk) == HELLO_BYTES)
+    answer = next(chunk for chunk in chunks if len(chunk) >= ANSWER_BYTES)  # and the first frame
+    with socket.create_connection(parent_address(group)) as stranger:
+        stranger.sendall(hello + answer)
+        assert is_closed(stranger)
+    check_nothing_has_changed(group)
+
+
+def test_a_thousand_strangers(group: ControlGroup) -> None:
+    """Rank 0 keeps few of them, and its children come back between them."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(1000):
+            stack.enter_context(socket.create_connection(parent_address(group)))
+        sockets = group.trees[0]._sockets
+        assert sockets is not None
+        check_nothing_has_changed(group)
+        wait_until(lambda: 0 < len(sockets._unproved) <= MAX_UNPROVED, "the others are closed")
+        check_nothing_has_changed(group)
+
+
+@pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", b"\0\0\0\0", b"\0\0\0\3abc"])
+def test_a_child_that_sends_no_frames(sent: bytes) -> None:
+    """Too long a frame, an empty one and garbage close its connection. The true child comes after it."""
+    store = Store()
+    parent = make_tree(0, 2, store)
+    address = store.get("group/0/0").decode().split(" ")[0]
+    with socket.create_connection(split_address(address)) as connection:
+        handshake = ChildHandshake(Secret(TOKEN, "group/0"), 1, 0, NOBODY)
+        connection.sendall(handshake.hello)
+        connection.sendall(handshake.answer(connection.recv(REPLY_BYTES, socket.MSG_WAITALL)) + sent)
+        assert is_closed(connection)
+    child = make_tree(1, 2, store)
+    with ControlGroup(1) as pool:
+        answers = pool.on_each(lambda tree: tree.rank0_decides(["a"], join_words), [parent, child])
+        assert answers == ["a", "a"]
+        pool.on_each(ControlTree.close, [parent, child])
+
+
+def test_a_child_without_the_token() -> None:
+    """It says so, and names both ends."""
+    store = Store()
+    with ControlGroup(1) as pool:
+        parent = make_tree(0, 2, store)
+        with pytest.raises(LighthouseError, match=r"rank 1 .*node-1.* rank 0 \(node-0\) .*know this run's token"):
+            make_tree(1, 2, store, token="another")
+        child = make_tree(1, 2, store)
+        answers = pool.on_each(lambda tree: tree.rank0_decides([], lambda _: "decided"), [parent, child])
+        assert answers == ["decided", "decided"]
+        pool.on_each(ControlTree.close, [parent, child])
+
+
+def test_a_parent_that_is_gone() -> None:
+    """The start fails after the grace: the address is that of an earlier process."""
+    store = Store()
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+    store.set("group/0/0", f"{HOST}:{port} process node-0")
+    with pytest.raises(LighthouseError, match=f"at {HOST}:{port}: ConnectionRefusedError"):
+        make_tree(1, 2, store)
+
+
+def test_a_parent_to_which_no_route_leads() -> None:
+    """The attempt fails at once, and is made again until the grace is over."""
+    store = Store()
+    store.set("group/0/0", "255.255.255.255:9 process node-0")
+    began = time.monotonic()
+    with pytest.raises(LighthouseError, match=r"at 255\.255\.255\.255:9: \w*Error"):
+        make_tree(1, 2, store)
+    assert time.monotonic() - began < CONNECT_SECONDS / 2
+
+
+def test_two_trees_in_one_process_do_not_mix() -> None:
+    """Such as those of two attempts: a rank of the one is none of the other, though it knows the token."""
+    with ControlGroup(4, key="group/0") as first, ControlGroup(4, key="group/1", store=first.store) as second:
+        first.trees[1].say("topic", "first")
+        second.trees[1].say("topic", "second")
+        for _ in range(5):
+            first.check_agreements(1)
+            second.check_agreements(1)
+        assert [tree.heard("topic") for tree in first.trees] == ["first"] * 4
+        assert [tree.heard("topic") for tree in second.trees] == ["second"] * 4
+        first.store.set("group/2/0", first.store.get("group/0/0").decode())
+        with pytest.raises(LighthouseError, match="know this run's token"):
+            make_tree(1, 4, first.store, key="group/2")
+
+
+# The handshake, without sockets
+
+SECRET = Secret("token", "group/0")
+
+
+NOBODY = Identity("", "")
+
+
+def test_both_ends_prove_the_token() -> None:
+    """And the parent learns where the child runs. A stranger has learned nothing before."""
+    identity = Identity("node-3", "boot,17,4711")
+    child = ChildHandshake(SECRET, 3, 0, identity)
+    parent = ParentHandshake(SECRET, 0, range(1, 17), child.hello)
+    answer = child.answer(parent.reply)
+    assert (len(child.hello), len(parent.reply), len(answer)) == (HELLO_BYTES, REPLY_BYTES, ANSWER_BYTES)
+    assert HELLO_BYTES + ANSWER_BYTES <= 256
+    assert parent.child == 3
+    assert parent.check(answer) == identity
+    with pytest.raises(HandshakeError):
+        parent.check(answer.replace(b"node-3", b"node-4"))
+
+
+def test_what_a_rank_says_about_itself() -> None:
+    """Is cut where that does no harm, and has no codes that a terminal obeys."""
+    assert Identity.unpack(Identity("\x1b[2J" + "x" * 100, "1" * 100).pack()) == Identity("?[2J" + "x" * 60, "")
+
+
+@pytest.mark.parametrize("other", [Secret("another", "group/0"), Secret("token", "group/1")])
+def test_neither_end_takes_a_stranger(other: Secret) -> None:
+    """Whether it is the parent or the child that lacks the token, or is of another attempt."""
+    for secrets in ((SECRET, other), (other, SECRET)):
+        child = ChildHandshake(secrets[0], 3, 0, NOBODY)
+        parent = ParentHandshake(secrets[1], 0, range(1, 17), child.hello)
+        with pytest.raises(HandshakeError):
+            child.answer(parent.reply)
+        own_proof = parent.reply[-32:]
+        with pytest.raises(HandshakeError):
+            parent.check(own_proof + NOBODY.pack())
+    assert "token" not in repr(SECRET)
+
+
+def test_an_end_that_is_no_neighbour() -> None:
+    hello = ChildHandshake(SECRET, 17, 0, NOBODY).hello
+    with pytest.raises(HandshakeError, match="rank 17 is no child of rank 0"):
+        ParentHandshake(SECRET, 0, range(1, 17), hello)
+    child = ChildHandshake(SECRET, 17, 1, NOBODY)
+    parent = ParentHandshake(SECRET, 2, range(1, 20), child.hello)
+    with pytest.raises(HandshakeError):
+        child.answer(parent.reply)
+
+
+# The machine
+
+
+class Exhausted:
+    """A listening socket of a process that has no descriptor left for a while."""
+
+    def __init__(self, listener: socket.socket, seconds: float) -> None:
+        self._listener, self._ends = listener, time.monotonic() + seconds
+        self.num_refusals = 0
+
+    def accept(self) -> Any:
+        if time.monotonic() < self._ends:
+            self.num_refusals += 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+def test_a_process_without_descriptors(group: ControlGroup) -> None:
+    """The children wait in the kernel's queue; rank 0 neither ends nor turns as fast as it can."""
+    sockets = group.trees[0]._sockets
+    assert sockets is not None
+    assert sockets._listener is not None
+    listener = Exhausted(sockets._listener, 0.3)
+    with sockets._changed:
+        sockets._selector.unregister(sockets._listener)
+        sockets._listener = listener  # type: ignore[assignment]  # stands in for it
+        sockets._selector.register(listener, 1, sockets._accept)  # type: ignore[arg-type]
+    check_nothing_has_changed(group)
+    assert 1 <= listener.num_refusals < 10
+
+
+class Sleeper:
+    """A node that has nothing to do until it is asked to."""
+
+    def __init__(self) -> None:
+        self.next_tick = math.inf
+        self.ticked = threading.Event()
+
+    def start(self, _: float) -> list[Any]:
+        return []
+
+    def hurry(self, now: float) -> list[Any]:
+        self.next_tick = now + 0.01
+        return []
+
+    def tick(self, _: float) -> list[Any]:
+        self.next_tick = math.inf
+        self.ticked.set()
+        return []
+
+
+def test_an_event_of_another_thread_may_bring_the_next_tick_closer() -> None:
+    """The tree's thread may wait for ever already."""
+    node, changed = Sleeper(), threading.Condition()
+    sockets = control_sockets.ControlSockets(
+        node,  # type: ignore[arg-type]  # stands in for one
+        changed,
+        rank=0,
+        children=range(0),
+        secret=SECRET,
+        host=HOST,
+        own=NOBODY,
+        on_action=lambda _: None,
+        on_turn=lambda: None,
+        on_failure=lambda _: None,
+    )
+    with changed:
+        sockets.start()
+    wait_until(lambda: sockets._wakes_at == math.inf, "it waits")
+    with changed:
+        sockets.call(node.hurry)
+    assert node.ticked.wait(DEADLINE)
+    sockets.close()
+
+
+def test_the_kernel_finds_a_host_that_vanished(group: ControlGroup) -> None:
+    """It asks, and nothing waits for more data to be sent with it."""
+    found = set()
+    for tree in group.trees:
+        assert tree._sockets is not None
+        for connection in tree._sockets._neighbours.values():
+            options = (socket.TCP_NODELAY, socket.TCP_USER_TIMEOUT)
+            values = [connection.socket.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+            alive = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            found.add((bool(values[0]), values[1], bool(alive)))
+    assert found == {(True, 30_000, True)}
+
+
+VANISHING = """
+import subprocess
+from tests.replica.membership.control_group import DEADLINE, ControlGroup
+from titan_ft.membership import control_sockets
+
+control_sockets._TCP_OPTIONS |= {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_USER_TIMEOUT": 1000}
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+with ControlGroup(2) as group:
+    group.check_agreements(1)
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)  # what is sent from now on is lost
+    try:
+        group.trees[1].pause(DEADLINE)
+    except ConnectionError as error:
+        print(error)
+"""
+
+
+def test_a_host_that_vanishes_is_lost() -> None:
+    """It closes no connection, and an idle tree sends nothing: a rank would wait for ever."""
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if shutil.which("ip") is None or subprocess.run([*alone, "true"], check=False).returncode:
+        pytest.skip("needs a network of its own, and the command ip")
+    command = [*alone, sys.executable, "-c", VANISHING]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * DEADLINE, check=True)
+    assert ended.stdout.startswith("rank 0 of this group (on node-0) is lost: ")
+
+
+def test_a_connection_made_again_while_the_former_one_seems_to_live(group: ControlGroup) -> None:
+    """A child whose host lost the connection is back before rank 0 sees its end: the newer connection counts."""
+    relay = relay_of(group)
+    child, parent = relay.connections[0]
+    with parent.dup() as silent:  # keeps rank 0's end open
+        parent.close()
+        child.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        child.shutdown(socket.SHUT_RD)
+        child.close()
+        group.check_agreements(3)
+        assert is_closed(silent)
+    assert group.losses == [[], [], []]
+
+
+def test_nothing_is_left_open() -> None:
+    """Neither a thread nor a descriptor, after the trees of a group are closed."""
+    num_open = len(os.listdir("/proc/self/fd"))
+    store = Store()
+    trees = [make_tree(rank, 3, store) for rank in range(3)]
+    threads = [tree._sockets._thread for tree in trees if tree._sockets is not None]
+    for tree in trees:
+        tree.close()
+        tree.close()
+    assert [thread.is_alive() for thread in threads] == [False] * 3
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_an_address_of_ipv6() -> None:
+    """A group may have no other."""
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("needs IPv6")
+    store = Store()
+    with ControlGroup(1) as pool:
+        try:
+            trees = [make_tree(rank, 2, store, host="::1") for rank in range(2)]
+        except OSError as error:
+            pytest.skip(f"needs IPv6: {error}")
+        assert split_address(store.get("group/0/0").decode().split(" ")[0])[0] == "::1"
+        answers = pool.on_each(lambda tree: tree.rank0_decides(["a"], join_words), trees)
+        assert answers == ["a", "a"]
+        pool.on_each(ControlTree.close, trees)

@@ -1,0 +1,329 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Agreements, notes and losses of a group over real sockets: as they should be, and over links that break."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tests.replica.membership.control_group import (
+    DEADLINE,
+    ControlGroup,
+    RelayedStore,
+    join_words,
+    make_tree,
+    wait_until,
+)
+from titan_ft.membership.control_tree import ControlTree
+from titan_ft.protocol.control.link import GRACE_SECONDS
+from titan_ft.protocol.control.node import Answer, Lose, Node
+from titan_ft.protocol.errors import LighthouseError
+
+# Agreements
+
+
+@pytest.mark.parametrize(("num_ranks", "fan_out"), [(2, 16), (8, 16), (8, 2), (64, 16)])
+def test_all_ranks_get_what_rank_0_decides(num_ranks: int, fan_out: int) -> None:
+    """In a flat and in a deep tree; rank 0 has the words of all ranks."""
+    with ControlGroup(num_ranks, fan_out=fan_out) as group:
+        group.check_agreements(10)
+        assert group.losses == [[]] * num_ranks
+
+
+def test_one_rank_needs_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It agrees with itself, and hears itself."""
+    monkeypatch.setattr("titan_ft.membership.control_tree.ControlSockets", None)
+    heard: list[str] = []
+    num_threads = threading.active_count()
+    tree = make_tree(0, 1, None)
+    tree.listen("leave/", heard.append)
+    tree.say("leave/3", "now")
+    assert heard == ["3"]
+    assert tree.heard("leave/3") == "now"
+    assert tree.settle("leave/3", "later") == "now"
+    assert [tree.rank0_decides(["a"], join_words) for _ in range(3)] == ["a"] * 3
+    assert threading.active_count() == num_threads
+    tree.leave(DEADLINE)
+    with pytest.raises(LighthouseError, match="left the job"):
+        tree.rank0_decides(["a"], join_words)
+
+
+def test_rank_0_may_take_its_time_to_decide() -> None:
+    """Meanwhile the others hear of an abort."""
+    with ControlGroup(3) as group:
+
+        def decide(_: set[str]) -> str:
+            group.trees[2].say("broken")
+            wait_until(lambda: group.trees[1].heard("broken") is not None, "rank 1 has heard of it")
+            return "decided"
+
+        answers = [group.submit(tree.rank0_decides, [], decide) for tree in group.trees]
+        assert [answer.result(DEADLINE) for answer in answers] == ["decided"] * 3
+
+
+def test_rank_0_announces_and_waits_for_nobody() -> None:
+    """The others find its decisions in order when they come, and it alone is asked. Agreements go on after that."""
+    with ControlGroup(7, fan_out=2) as group:
+        texts = ["first", "second", "third"]
+        assert [group.trees[0].rank0_announces(lambda text=text: text).text for text in texts] == texts
+        group.trees[0].say("all have them")  # a note comes after them on each connection
+        wait_until(lambda: all(tree.heard("all have them") is not None for tree in group.trees), "all have them")
+        came = time.monotonic()
+        for text in texts:
+            announced = [group.submit(tree.rank0_announces, pytest.fail) for tree in group.trees[1:]]
+            results = [each.result(DEADLINE) for each in announced]
+            assert [result.text for result in results] == [text] * 6
+            assert max(result.at for result in results) < came
+        group.check_agreements(2)
+        announced = [group.submit(tree.rank0_announces, lambda: "last") for tree in group.trees]
+        assert [each.result(DEADLINE).text for each in announced] == ["last"] * 7
+
+
+def test_a_rank_that_takes_too_long() -> None:
+    """A vote must end: it is the other groups' time as well."""
+    with ControlGroup(3) as group:
+        for rank in (0, 1):
+            with pytest.raises(TimeoutError, match=r"longer than 0.05 s"):
+                group.trees[rank].rank0_decides([], join_words, timeout=0.05)
+
+
+def test_a_decision_that_has_come_counts_although_a_rank_is_lost() -> None:
+    """The other ranks may act on it. The loss ends the next agreement."""
+    with ControlGroup(2) as group:
+        tree = group.trees[1]
+        waits = group.agree(0)
+        wait_until(lambda: tree.number == 1, "rank 1 waits")
+        with tree._changed:
+            tree._take(Answer(1, "decided"))
+            tree._take(Lose(0, "its process has ended", "node-0"))
+        assert waits[0].result(DEADLINE) == "decided"
+        with pytest.raises(ConnectionError, match=r"rank 0 of this group \(on node-0\) is lost: its process"):
+            tree.rank0_decides([], join_words)
+
+
+def test_closing_ends_the_wait() -> None:
+    """On whichever rank, in an agreement as in a pause."""
+    with ControlGroup(3) as group:
+        waits = group.agree(2)
+        pause = group.submit(group.trees[2].pause, DEADLINE)
+        group.on_each(ControlTree.close, group.trees)
+        for wait in [*waits, pause]:
+            with pytest.raises(LighthouseError, match="left the job"):
+                wait.result(DEADLINE)
+
+
+# Notes
+
+
+def test_a_note_is_known_before_the_next_decision() -> None:
+    """On all ranks, and was reported there: a group that is to leave after a vote must leave after that one."""
+    with ControlGroup(9, fan_out=2) as group:
+        for number in range(20):
+            group.trees[number % 9].say(f"topic {number}", f"text {number}")
+            group.check_agreements(1)
+            assert {tree.heard(f"topic {number}") for tree in group.trees} == {f"text {number}"}
+            assert all(f"topic {number}" in notes for notes in group.notes)
+        assert all(len(notes) == 20 for notes in group.notes)
+
+
+def test_a_rank_hears_itself_although_nothing_comes() -> None:
+    """Its tree's thread calls the listener, and must not wait for a message to do so."""
+    with ControlGroup(2) as group:
+        group.trees[0].say("topic")
+        wait_until(lambda: group.notes[0] == ["topic"], "rank 0 has heard of it")
+
+
+def test_a_decision_waits_for_the_listeners() -> None:
+    """A rank must not go on to its next exchange before the last one is broken off."""
+    with ControlGroup(2) as group:
+        broken_off = threading.Event()
+        heard: list[bool] = []
+        group.trees[0].listen("broken", lambda _: heard.append(broken_off.wait(DEADLINE)))
+        other = group.agree(0)
+        wait_until(lambda: 1 not in group.trees[0]._node._missing, "rank 1 has joined")
+        group.trees[0].say("broken")
+        own = group.submit(group.trees[0].rank0_decides, [], join_words)
+        with pytest.raises(TimeoutError):
+            own.result(0.1)
+        broken_off.set()
+        assert [own.result(DEADLINE), other[0].result(DEADLINE)] == ["w1", "w1"]
+        assert heard == [True]
+
+
+def test_all_ranks_hear_the_text_that_rank_0_got_first() -> None:
+    """Two ranks that act on different texts would part."""
+    with ControlGroup(9, fan_out=2) as group:
+        for number in range(10):
+            said = [group.submit(tree.settle, f"{number}", f"by {rank}") for rank, tree in enumerate(group.trees)]
+            texts = {each.result(DEADLINE) for each in said}
+            assert len(texts) == 1
+            assert texts == {tree.heard(f"{number}") for tree in group.trees}
+        group.check_agreements(1)
+        assert all(len(notes) == 10 for notes in group.notes)
+
+
+def test_what_was_said_before_a_rank_listens() -> None:
+    """It hears that as well, once, of the topics that begin as it asked; and of those alone it hears later."""
+    with ControlGroup(2) as group:
+        heard: list[str] = []
+        for topic in ("broken/1", "leave/1", "broken/2"):
+            group.trees[0].say(topic)
+        group.check_agreements(1)
+        group.trees[1].listen("broken/", heard.append)
+        for topic in ("leave/2", "broken/3"):
+            group.trees[0].say(topic)
+        group.check_agreements(1)
+        assert heard == ["1", "2", "3"]
+
+
+def test_what_ends_the_wait_for_a_topic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 passes nothing on: a rank that closes its tree, or that has lost another one, waits no longer."""
+    with ControlGroup(3) as group:
+        monkeypatch.setattr(Node, "_pass_note_up", lambda *_: None)
+        waits = [group.submit(tree.settle, "topic", "text") for tree in group.trees]
+        group.trees[1].close()
+        with pytest.raises(LighthouseError, match="left the job"):
+            waits[1].result(DEADLINE)
+        with pytest.raises(ConnectionError, match=r"rank 1 of this group .on node-1. is lost"):
+            waits[2].result(DEADLINE)
+
+
+def test_a_listener_that_fails_costs_nothing_else() -> None:
+    """The tree serves other ranks as well."""
+    with ControlGroup(2) as group:
+
+        def fail(_: str) -> None:
+            raise RuntimeError("a bug of the listener")
+
+        for tree in group.trees:
+            tree.listen("broken", fail)
+        group.trees[1].say("broken")
+        group.check_agreements(2)
+
+
+def test_a_listener_may_say_something() -> None:
+    """It is called on the tree's thread, and the tree takes calls from there."""
+    with ControlGroup(2) as group:
+        group.trees[1].listen("question", lambda _: group.trees[1].say("answer"))
+        group.trees[0].say("question")
+        wait_until(lambda: group.trees[0].heard("answer") is not None, "rank 0 has heard the answer")
+
+
+def test_notes_go_on_after_the_last_agreement() -> None:
+    """A rank that has left the job may still have something to say until it ends."""
+    with ControlGroup(3) as group:
+        waits = group.agree(2)
+        for tree in group.trees:
+            tree.end_agreements()
+        for wait in waits:
+            with pytest.raises(LighthouseError, match="left the job"):
+                wait.result(DEADLINE)
+        assert group.trees[1].settle("abandoned", "by 1") == "by 1"
+        wait_until(lambda: all("abandoned" in notes for notes in group.notes), "all have heard")
+
+
+def test_too_long_a_text_is_refused_where_it_is_said() -> None:
+    """Its rank may then say less; the others have noticed nothing."""
+    with ControlGroup(2) as group:
+        with pytest.raises(ValueError, match="at most"):
+            group.trees[1].say("long", "x" * (1 << 21))
+        with pytest.raises(ValueError, match="at most"):
+            group.trees[1].rank0_decides(["x" * (1 << 21)], join_words)
+        group.check_agreements(1)
+
+
+# Links that break
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_reset_at_each_message_costs_nothing(loses: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of all children of each parent at once, at each message from the handshake on. It is logged."""
+    for chunk in range(20):
+        store = RelayedStore(reset_at=chunk, loses=loses)
+        with ControlGroup(7, store=store, fan_out=2) as group:
+            group.trees[6].say("topic", "text")
+            group.check_agreements(4)
+            assert all(len(relay.chunks) > chunk for relay in store.relays.values())
+            assert group.notes == [["topic"]] * 7
+            assert group.losses == [[]] * 7
+    assert "rank 1 (on node-1) is connected again: " in caplog.text
+
+
+def test_a_child_that_reads_nothing_keeps_nobody_else_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    """Its messages are kept for it. 9 MB are more than the kernel's buffers take."""
+    store = RelayedStore()
+    with ControlGroup(5, store=store, fan_out=2) as group:  # rank 1 has ranks 3 and 4
+        store.relays[1].open.clear()
+        texts = [f"{number}" * 900_000 for number in range(10)]
+        for topic, text in enumerate(texts):
+            group.trees[0].say(f"{topic}", text)
+        wait_until(lambda: all(len(group.notes[rank]) == 10 for rank in (0, 1, 2)), "the others have heard")
+        sockets = group.trees[1]._sockets
+        assert sockets is not None
+        assert sockets._neighbours[4].unsent
+        store.relays[1].open.set()
+        group.check_agreements(1)
+        assert [group.trees[4].heard(topic) for topic in group.notes[4]] == texts
+    assert "connected again" not in caplog.text
+
+
+def test_a_link_that_is_cut_for_longer_is_a_loss() -> None:
+    """All ranks hear of it at once, and learn which rank it is; both ends of the link have lost the other."""
+    store = RelayedStore()
+    with ControlGroup(5, store=store, fan_out=2) as group:
+        group.check_agreements(1)
+        waits = group.agree(4)
+        store.relays[1].close()
+        for rank, wait in enumerate(waits):
+            with pytest.raises(ConnectionError, match=r"rank [134] of this group .on node-[134]. is lost"):
+                wait.result(DEADLINE)
+            with pytest.raises(ConnectionError):
+                group.trees[rank].pause(DEADLINE)
+        with pytest.raises(ConnectionError, match=r"rank 1 of this group .on node-1. is lost"):
+            group.trees[4].rank0_decides([], join_words)
+        wait_until(lambda: {3, 4} <= set(group.losses[0]), "rank 0 has heard of both")
+        assert group.losses[4] == [1]
+        later: list[tuple[int, str]] = []
+        group.trees[4].listen_for_losses(lambda rank, host, _: later.append((rank, host)))
+        wait_until(lambda: later == [(1, "node-1")], "a later listener hears of it as well")
+
+
+def test_a_bug_in_the_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that ends silently would leave its rank waiting for ever."""
+    with ControlGroup(3) as group:
+        monkeypatch.setattr(Node, "receive", lambda *_: 1 / 0)
+        waits = group.agree()
+        with pytest.raises(ConnectionError, match="failed on this rank: ZeroDivisionError"):
+            waits[0].result(DEADLINE)
+        for wait in waits[1:]:
+            with pytest.raises(ConnectionError):
+                wait.result(DEADLINE)
+
+
+# Leaving
+
+
+def test_ranks_that_leave_are_not_lost() -> None:
+    """Also if they do so one after the other, from either end of the tree."""
+    for order in (range(7), range(6, -1, -1)):
+        with ControlGroup(7, fan_out=2) as group:
+            group.check_agreements(1)
+            leaving = [group.submit(group.trees[order[0]].leave, DEADLINE)]
+            with pytest.raises(TimeoutError):
+                leaving[0].result(0.05)  # its neighbours may still need it
+            leaving += [group.submit(group.trees[rank].leave, DEADLINE) for rank in order[1:]]
+            assert [each.result(DEADLINE) for each in leaving] == [None] * 7
+            assert group.losses == [[]] * 7
+
+
+def test_a_rank_that_leaves_alone_waits_no_longer_than_it_may() -> None:
+    """And its siblings live on for as long as they like."""
+    with ControlGroup(3) as group:
+        group.trees[2].leave(0.05)
+        group.trees[0].say("topic")
+        wait_until(lambda: group.trees[1].heard("topic") is not None, "a note comes through")
+        group.trees[1].pause(GRACE_SECONDS + 0.2)
+        assert group.losses[:2] == [[], []]

@@ -1,0 +1,153 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Handshake of a connection in the control tree: both ends prove the run's token. Bytes only.
+
+    child to parent: HELLO   nonce (32 bytes), rank (4)
+    parent to child: REPLY   nonce (32), proof of the parent (32)
+    child to parent: ANSWER  proof of the child (32), its host's name (64), its process (96)
+
+A proof is an HMAC-SHA256 with the token as its key. The HMAC covers both nonces, so a recorded
+proof is worth nothing on another connection. It covers the role, so an end cannot send back the
+proof that it got. It covers the ranks and the key of the tree, so neither a rank of another tree
+nor a rank of an earlier attempt of the group is taken for a neighbour.
+
+All messages have a fixed length. The reader asks for exactly that many bytes, so a stranger fills
+no memory. Before the proof no end says anything about itself but its rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass
+
+_NONCE_BYTES, _RANK_BYTES, _HOST_BYTES, _PROCESS_BYTES = 32, 4, 64, 96
+_PROOF_BYTES = hashlib.sha256().digest_size
+_IDENTITY = struct.Struct(f"{_HOST_BYTES}s{_PROCESS_BYTES}s")
+HELLO_BYTES = _NONCE_BYTES + _RANK_BYTES
+REPLY_BYTES = _NONCE_BYTES + _PROOF_BYTES
+ANSWER_BYTES = _PROOF_BYTES + _IDENTITY.size
+
+_PARENT, _CHILD = b"parent", b"child"
+_PURPOSE = b"titan_ft control tree 1"
+
+
+class HandshakeError(ValueError):
+    """The other end is no neighbour of this rank, or does not know the run's token."""
+
+
+@dataclass(frozen=True)
+class Secret:
+    """The knowledge of the ranks of one tree, which a stranger lacks.
+
+    Attributes:
+        token: the run's shared secret.
+        key: names the tree, unique to this attempt of the group.
+    """
+
+    token: str
+    key: str
+
+    def __repr__(self) -> str:
+        return f"Secret(key={self.key!r})"  # a log line must not show the token
+
+    def prove(self, role: bytes, parent: int, *said: bytes) -> bytes:
+        """Return the proof of one end.
+
+        Args:
+            parent: rank of the parent.
+            said: all messages so far, without this proof; each kind has a fixed length.
+        """
+        key = hashlib.sha256(self.key.encode()).digest()
+        text = b":".join([_PURPOSE, role, key, _pack_rank(parent), *said])
+        return hmac.new(self.token.encode(), text, hashlib.sha256).digest()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Where a rank runs.
+
+    Attributes:
+        host: its name, for people.
+        process: see `titan_ft.system.process.Process`; empty = too long to be said.
+    """
+
+    host: str
+    process: str
+
+    def pack(self) -> bytes:
+        """Return it as it travels."""
+        process = self.process.encode()
+        if len(process) > _PROCESS_BYTES:
+            process = b""  # the beginning of one would be another process
+        return _IDENTITY.pack(self.host.encode(), process)  # cuts the name
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Identity:
+        """Read the bytes that `pack` wrote."""
+        host, process = _IDENTITY.unpack(packed)
+        return cls(_read_text(host), _read_text(process))
+
+
+class ChildHandshake:
+    """The child's end of one connection."""
+
+    def __init__(self, secret: Secret, rank: int, parent: int, own: Identity) -> None:
+        self._secret, self._parent, self._own = secret, parent, own.pack()
+        self.hello = secrets.token_bytes(_NONCE_BYTES) + _pack_rank(rank)
+
+    def answer(self, reply: bytes) -> bytes:
+        """Check the parent's proof, and return the child's answer.
+
+        Raises:
+            HandshakeError: the proof is wrong.
+        """
+        nonce, proof = reply[:_NONCE_BYTES], reply[_NONCE_BYTES:]
+        expected = self._secret.prove(_PARENT, self._parent, self.hello, nonce)
+        if not hmac.compare_digest(expected, proof):
+            raise HandshakeError("the other end does not know this run's token")
+        own_proof = self._secret.prove(_CHILD, self._parent, self.hello, nonce, self._own)
+        return own_proof + self._own
+
+
+class ParentHandshake:
+    """The parent's end of one connection.
+
+    Attributes:
+        child: rank that the other end says it has. Believe it after `check`.
+
+    Raises:
+        HandshakeError: that rank is no child of this rank.
+    """
+
+    def __init__(self, secret: Secret, rank: int, children: range, hello: bytes) -> None:
+        self._secret, self._rank, self._hello = secret, rank, hello
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.child = int.from_bytes(hello[_NONCE_BYTES:], "big")
+        if self.child not in children:
+            raise HandshakeError(f"rank {self.child} is no child of rank {rank}")
+        self.reply = self._nonce + secret.prove(_PARENT, rank, hello, self._nonce)
+
+    def check(self, answer: bytes) -> Identity:
+        """Check the child's proof. Returns where the child runs.
+
+        Raises:
+            HandshakeError: the proof is wrong.
+        """
+        proof, identity = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
+        expected = self._secret.prove(_CHILD, self._rank, self._hello, self._nonce, identity)
+        if not hmac.compare_digest(expected, proof):
+            raise HandshakeError("the other end does not know this run's token")
+        return Identity.unpack(identity)
+
+
+def _pack_rank(rank: int) -> bytes:
+    return rank.to_bytes(_RANK_BYTES, "big")
+
+
+def _read_text(packed: bytes) -> str:
+    """Return a text that a terminal can show: the bytes could be codes that it obeys."""
+    text = packed.rstrip(b"\0").decode(errors="replace")
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
