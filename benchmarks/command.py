@@ -22,6 +22,7 @@ Only if it is asked for, too (a few minutes each):
   transfer  how fast a joiner gets a state from 1, 2, 4 and 8 donors with throttled links, also if one of them is killed
   exchange  how fast 2 and 4 members sum gradients over Gloo, with throttled links too, beside bare Gloo
   reopening what it takes to open a shuffled stream at a saved state
+  control   how long 8 to 1,024 ranks of a group take to agree, by its control tree and by one TCPStore
 
 With --campaign-peer none of these, but torchtitan's own integration under a SIGKILL of a random group each 15 s, to be
 set beside a run of scripts/campaign.sh (--against).
@@ -49,6 +50,7 @@ from typing import Any
 from benchmarks import rounds
 from benchmarks.bandwidth import measure_bandwidth
 from benchmarks.campaign import format_campaign, run_campaign
+from benchmarks.control import measure_control
 from benchmarks.diloco import measure_diloco
 from benchmarks.kills import measure_kills
 from benchmarks.links import measure_links
@@ -64,7 +66,7 @@ from titan_ft.config import ConfigError, load_toml
 PARTS = ("steady", "failure", "rejoin", "recovery")
 ROUNDS = ("rounds-loss", "rounds-diloco", "rounds-links")
 """Not among what is run unless it is asked for: the work of half an hour."""
-TRANSFER, EXCHANGE, REOPENING = "transfer", "exchange", "reopening"
+TRANSFER, EXCHANGE, REOPENING, CONTROL = "transfer", "exchange", "reopening", "control"
 """Not either."""
 PACKAGES = ("torch", "torchtitan", "torchft", "torchdata")
 
@@ -104,7 +106,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=_at_least(1), default=6, help="SIGKILLs of a group, each with its return")
     parser.add_argument("--recoveries", type=_at_least(1), default=3, help="of each kind of recovery")
-    choices = (*PARTS, TRANSFER, EXCHANGE, REOPENING, "rounds", *ROUNDS)
+    choices = (*PARTS, TRANSFER, EXCHANGE, REOPENING, CONTROL, "rounds", *ROUNDS)
     parser.add_argument("--only", choices=choices, help="one part; failure and rejoin come from the same kills")
     parser.add_argument("--skip-peer", action="store_true", help="without torchtitan.experiments.ft")
     peer = parser.add_argument_group("campaign of torchtitan.experiments.ft")
@@ -168,6 +170,7 @@ def measure_parts(options: argparse.Namespace, parts: Sequence[str], report: dic
         TRANSFER: lambda: measure_transfers(work_dir),
         EXCHANGE: measure_bandwidth,
         REOPENING: measure_reopenings,
+        CONTROL: measure_control,
     }
     for part in [part for part in alone if part in parts]:
         report[part] = {}

@@ -44,6 +44,8 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
         lines += ["", *_bandwidth_table(report["exchange"])]
     if report.get("reopening"):
         lines += ["", *_reopening_table(report["reopening"])]
+    if report.get("control"):
+        lines += ["", *_control_table(report["control"])]
     if "campaign_table" in report:
         lines += ["", *report["campaign_table"]]
     return "\n".join(lines)
@@ -112,6 +114,38 @@ def _bandwidth_table(exchanges: Mapping[str, Any]) -> list[str]:
         speeds = [f"{figures[name]:.4g}" for name in ("bare", "ours")]
         rows.append([f"{figures['members']} members, {link}", *speeds, _spread(figures["ratio"])])
     return markdown(rows)
+
+
+def _control_table(control: Mapping[str, Any]) -> list[str]:
+    """Return a row for each number of ranks, and what the formula says about more ranks."""
+    measured = [figures for name, figures in control.items() if name != "formula"]
+    trees = [figures for figures in measured if figures["kind"] == "tree"]
+    stores = {figures["ranks"]: figures for figures in measured if figures["kind"] == "store"}
+    delays = sorted({figures["delay_ms"] for figures in trees})
+    heads = [f"by the tree (ms), links of {delay:g} ms" if delay else "by the tree (ms)" for delay in delays]
+    head = ["an agreement of", "depth", *heads, "CPU of a rank (us)", "of rank 0 (us)"]
+    rows = [[*head, "by one TCPStore (ms)", "CPU of a rank (us)"]]
+    for size in sorted({figures["ranks"] for figures in trees}):
+        by_delay = {figures["delay_ms"]: figures for figures in trees if figures["ranks"] == size}
+        first = by_delay[min(by_delay)]
+        times = [_control_time(by_delay.get(delay)) for delay in delays]
+        cpu = [f"{first['rank_cpu']:.0f}", f"{first['root_cpu']:.0f}"]
+        store = stores.get(size)
+        store_cpu = "-" if store is None else f"{store['rank_cpu']:.0f}"
+        rows.append([f"{size:,} ranks", str(first["depth"]), *times, *cpu, _control_time(store), store_cpu])
+    lines = markdown(rows)
+    if formula := control.get("formula"):
+        lines += [
+            "",
+            f"The tree: 2 x depth x delay + {formula['a']:.4f} ms x ranks, which share these cores.",
+            f"Extrapolated to {formula['ranks']:,} ranks (depth {formula['depth']}), without delay: "
+            f"{formula['shared']:.0f} ms on these cores; {formula['apart']:.1f} ms if each inner rank has a core.",
+        ]
+    return lines
+
+
+def _control_time(figures: Mapping[str, Any] | None) -> str:
+    return "-" if figures is None else "{median:.2f} (p90 {p90:.2f})".format(**figures)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
