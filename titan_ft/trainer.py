@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft.config import TABLE, ConfigError, check_replicate
 from titan_ft.engine.donor import Donor
@@ -55,7 +54,7 @@ from titan_ft.training.checkpoint.manager import ReplicaCheckpoints
 from titan_ft.training.curves import keep_curves, keep_going_without_config_file, keep_traces
 from titan_ft.training.finished import finished_step, mark_finished
 from titan_ft.training.hyperparameters import Hyperparameters
-from titan_ft.training.links import Links
+from titan_ft.training.links import Links, connect_control
 from titan_ft.training.local_training import LocalTraining, loss_group
 from titan_ft.training.slot_loaders import iterate
 from titan_ft.training.step_log import StepLog
@@ -136,14 +135,13 @@ class ReplicaTrainer(Trainer):
         dims = super().init_distributed()
         check_replicate(dims.dp_replicate, dims.dp_shard, dims.cp)
         self._end_if_finished()
-        num_ranks = torch.distributed.get_world_size()
-        host, port = self.launch.store
+        config = self.job_config.fault_tolerance
+        self._control = connect_control(config, self.launch)
         self._drain = Drain(
-            (lambda: TCPStore(host, port, is_master=False, wait_for_workers=False)) if num_ranks > 1 else None,
-            key=f"titan_ft/drain/{self.launch.attempt}",
+            self._control,
             rank=self.launch.rank,
-            num_ranks=num_ranks,
-            timeout_seconds=self.job_config.fault_tolerance.drain_timeout_seconds,
+            num_ranks=torch.distributed.get_world_size(),
+            timeout_seconds=config.drain_timeout_seconds,
             on_abandon=self._abandon,
         )
         self._drain.install()
@@ -423,6 +421,7 @@ class ReplicaTrainer(Trainer):
             self.parallel_dims,
             self._group,
             self._drain,
+            self._control,
             exchanged=self._strategy.exchanged(),
             fragments=self._strategy.fragments,
             gradient_scale=self._strategy.gradient_scale,

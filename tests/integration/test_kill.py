@@ -119,6 +119,18 @@ def test_kill_one_rank_of_two(make_job: Callable[..., Job], point: str, rank: in
         assert event["seconds"] < 5.0
 
 
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_connections_within_a_group_that_end_cost_nothing(make_job: Callable[..., Job], rank: int) -> None:
+    """They end at five points of each step: before and after each of its agreements, and in between."""
+    points = ("forward", "exchange_first", "vote_before", "vote_after", "commit")
+    resets = [{"replica": 1, "rank": rank, "point": point} for point in points]
+    job = make_job(groups=2, ranks=2, hooks={"resets": resets})
+    job.run()
+    events = check(job, survivors=[0, 1])
+    assert list(job.markers.glob("broken-control-1-0"))
+    assert not named(events, "exchange_failed")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("points", [("backward", "backward"), ("forward", "vote_before")])
 def test_kill_two_of_four(make_job: Callable[..., Job], points: tuple[str, str]) -> None:

@@ -32,9 +32,11 @@ from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 
 from tests.event_builder import untyped  # noqa: E402
 from titan_ft.config import FaultTolerance  # noqa: E402
+from titan_ft.membership.control_tree import ControlTree  # noqa: E402
 from titan_ft.membership.membership import Membership, Quorum  # noqa: E402
 from titan_ft.run.events import Event  # noqa: E402
 from titan_ft.run.log import EventLog  # noqa: E402
+from titan_ft.system.threads import call_for_each  # noqa: E402
 from titan_ft.transfer.reach import Peer, Probe  # noqa: E402
 from titan_ft.transfer.snapshot import TrainState  # noqa: E402
 
@@ -230,12 +232,40 @@ class FakeProbe(Probe):
         return OSError("no answer") if self._is_lost(peer) else None
 
 
+class Trees:
+    """Connects the control trees of groups whose ranks are threads of the test process."""
+
+    def __init__(self) -> None:
+        self._made: list[ControlTree] = []
+
+    def connect(self, rank: int = 0, num_ranks: int = 1, port: int = 0) -> ControlTree:
+        """Connect one rank by its group's store at this port. A collective; a group of one rank needs no store."""
+        host = "127.0.0.1"
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False) if num_ranks > 1 else None
+        name = f"node-{rank}"
+        tree = ControlTree(rank, num_ranks, host=host, token="token", store=store, key="group/0", name=name)
+        self._made.append(tree)
+        return tree
+
+    def connect_group(self, num_ranks: int) -> list[ControlTree]:
+        """Connect all ranks of a group, by a store of its own."""
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        connect = partial(self.connect, num_ranks=num_ranks, port=store.port)
+        return call_for_each(connect, range(num_ranks), "connect", num_ranks)
+
+    def close(self) -> None:
+        """Close all trees."""
+        for tree in self._made:
+            tree.close()
+
+
 class Seats:
     """Takes seats at a lighthouse; each is one rank of a replica group in this process."""
 
     def __init__(self, lighthouse: str) -> None:
         self.lighthouse = lighthouse
         self._taken: list[Membership] = []
+        self._trees = Trees()
         self.stores: dict[int, dist.TCPStore] = {}
         self._former_stores: list[dist.TCPStore] = []
 
@@ -265,7 +295,7 @@ class Seats:
             "group_rank": rank,
             "group_world_size": world_size,
             "store": ("127.0.0.1", self.stores[slot].port),
-            "attempt": 0,
+            "control": self._trees.connect(rank, world_size, self.stores[slot].port),
             "config_digest": "c0ffee",
             "address": f"127.0.0.1:{9000 + 10 * slot + rank}",
             "events": RecordedEvents(),
@@ -336,6 +366,7 @@ class Seats:
         """Give all seats back."""
         for seat in self._taken:
             seat.close()
+        self._trees.close()
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -368,6 +399,14 @@ def seats(start_lighthouse: Callable[..., str]) -> Iterator[Seats]:
     seats = Seats(start_lighthouse())
     yield seats
     seats.close()
+
+
+@pytest.fixture
+def trees() -> Iterator[Trees]:
+    """Provide control trees, which are closed at the end."""
+    trees = Trees()
+    yield trees
+    trees.close()
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
@@ -35,9 +35,10 @@ from titan_ft.gradients.bucket import Bucket
 from titan_ft.gradients.flight import Flight
 from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
-from titan_ft.membership import group, group_store, membership, partition, pulse, rank_watch
-from titan_ft.membership.agreement import Agreement
+from titan_ft.membership import group, membership, partition, pulse, rank_watch
+from titan_ft.membership.control_tree import ControlTree
 from titan_ft.protocol import decision, healing, member, verdict
+from titan_ft.protocol.control import link as control_links
 from titan_ft.protocol.errors import GaveUpError
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import RoundReport
@@ -354,7 +355,7 @@ def rank_leaves_on_its_own(patch: Patch) -> None:
     """A rank leaves when it was asked to, and not when all ranks of its group were."""
 
     def after_vote(former: Callable[..., bool], self: Any) -> bool:
-        if self._store is None:
+        if self._num_ranks == 1:
             return bool(former(self))
         self._agreed = self._agreed or self._requested
         return bool(self._agreed)
@@ -363,9 +364,13 @@ def rank_leaves_on_its_own(patch: Patch) -> None:
 
 
 @mutation(kinds=("drain",), promises=("ranks never part", "no state given up", "liveness"), first=4050)
-def key_may_arrive_late(patch: Patch) -> None:
-    """A rank votes when its word to the group is sent, and not when it has arrived."""
-    substitute(patch, group_store, "set_for_all", lambda store, key: store.set(key, "1"))
+def note_may_come_after_the_vote(patch: Patch) -> None:
+    """A note travels on its own, and may reach a rank after the result of its sender's next vote."""
+
+    def say(former: Callable[..., None], self: Any, topic: str, text: str = "") -> None:
+        standins.THREADING.Thread(target=partial(former, self, topic, text)).start()
+
+    around(patch, ControlTree, "say", say)
 
 
 @mutation(kinds=("kill", "donor"), promises=("ranks never part", "one trajectory", "no state given up"))
@@ -424,7 +429,7 @@ def rank0_asks_nobody(patch: Patch) -> None:
     def decides(former: Callable[..., str], self: Any, found: Any, decide: Any, *args: Any) -> str:
         return former(self, found, lambda said: decide(set(found)), *args)
 
-    around(patch, Agreement, "rank0_decides", decides)
+    around(patch, ControlTree, "rank0_decides", decides)
 
 
 @mutation(kinds=("kill", "lossy"), promises=("ranks never part",))
@@ -439,9 +444,9 @@ def own_vote_counts(patch: Patch) -> None:
 
 
 @mutation(kinds=("reset_own",), promises=("no state given up",))
-def store_not_connected_again(patch: Patch) -> None:
-    """A rank that loses its connection to the group's store ends."""
-    substitute(patch, Agreement, "_keep_trying", lambda self, act: act(self._store))
+def connection_not_made_again(patch: Patch) -> None:
+    """A rank whose connection within its group breaks is lost."""
+    patch.setattr(control_links, "GRACE_SECONDS", 0.0)
 
 
 @mutation(kinds=("flip",), promises=("no state given up",))

@@ -44,6 +44,8 @@ class Network:
         self.resets: Counter[Node] = Counter()
         """How often the connections of a rank to its own group's server and store were reset."""
         self._calling: dict[Node, list[Task]] = {}
+        self.on_reset: dict[Node, list[Callable[[], None]]] = {}
+        """Called when the connections of a rank within its group are reset."""
         self.on_change: dict[object, Callable[[], None]] = {}
         """Called when a link is cut or comes back; by a key, in order."""
 
@@ -137,6 +139,8 @@ class Network:
         self.resets[node] += 1
         for task in self._calling.pop(node, ()):
             self._kernel.wake(task)
+        for act in self.on_reset.get(node, ()):
+            act()
 
     @contextlib.contextmanager
     def calling(self, node: Node) -> Iterator[Callable[[], bool]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.simulation import folder, training
+from tests.simulation.control import FAN_OUT
 from tests.simulation.data import DataJudge, Loader
 from tests.simulation.faults import CutInside, CutLighthouse, LighthouseDies, ResetOwn
 from tests.simulation.kernel import Process
@@ -32,6 +33,7 @@ from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.strategy import StepStrategy
 from titan_ft.engine.watchdog import Watchdog, end_process
 from titan_ft.gradients.exchange import GradientExchange, Reduced
+from titan_ft.membership.control_tree import Announcement, ControlTree
 from titan_ft.membership.group import Group
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.rank_watch import RankWatch
@@ -265,10 +267,19 @@ class Rank:
         host, port = world.store_address(self.slot)
         events: Any = Events(self)
         self.feed = Feed(self.ledger, self._open_loader, iter, events.emit)
-        connect: Any = lambda: world.connect_store(host, port, 300.0)  # noqa: E731  # a stand-in for the real store
+        control_store: Any = world.connect_store(host, port, 300.0) if world.options.ranks > 1 else None
+        control = ControlTree(
+            self.number,
+            world.options.ranks,
+            host=host,
+            token="token",
+            store=control_store,
+            key=f"titan_ft/control/{self.slot}/{self.group.attempt}",
+            name=world.host(self.node),
+            fan_out=FAN_OUT,
+        )
         self.drain = self._drain = Drain(
-            connect if world.options.ranks > 1 else None,
-            key=f"titan_ft/drain/{self.group.attempt}",
+            control,
             rank=self.number,
             num_ranks=world.options.ranks,
             timeout_seconds=config.drain_timeout_seconds,
@@ -314,7 +325,7 @@ class Rank:
             group_rank=self.number,
             group_world_size=world.options.ranks,
             store=(host, port),
-            attempt=self.group.attempt,
+            control=control,
             config_digest="c0ffee",
             address=address,
             events=events,
@@ -384,8 +395,9 @@ class Rank:
         return reading
 
     def _watch_agreements(self, membership: Membership) -> None:
-        world, seat, agreement = self.world, membership._seat, membership._agreement
-        decide, request, vote = agreement.rank0_decides, seat.request, membership.vote
+        world, seat, control = self.world, membership._seat, membership._control
+        decide, announce = control.rank0_decides, control.rank0_announces
+        request, vote = seat.request, membership.vote
 
         def watched_decide(
             found: Collection[str], judge: Callable[[set[str]], str], timeout: float | None = None
@@ -393,6 +405,11 @@ class Rank:
             answer = decide(found, judge, timeout)
             world.agreed(self, answer)
             return answer
+
+        def watched_announce(judge: Callable[[], str]) -> Announcement:
+            announced = announce(judge)
+            world.agreed(self, announced.text)
+            return announced
 
         def watched_request(step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool]) -> Any:
             world.asks(self, step)
@@ -403,7 +420,8 @@ class Rank:
             world.moment("vote", self.node)
             return vote(step, ok)
 
-        vars(agreement)["rank0_decides"] = watched_decide
+        vars(control)["rank0_decides"] = watched_decide
+        vars(control)["rank0_announces"] = watched_announce
         vars(seat)["request"] = watched_request
         vars(membership)["vote"] = watched_vote
 

@@ -731,7 +731,8 @@ def _watched(decide: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replacements() -> dict[int, Any]:
     """Return what stands in, by the identity of what it stands for."""
-    from titan_ft.membership import group_store
+    from tests.simulation.control import SimulatedSockets
+    from titan_ft.membership import control_sockets
     from titan_ft.protocol import decision
     from titan_ft.transfer import host_memory, reach, state_fetch
 
@@ -767,7 +768,7 @@ def _replacements() -> dict[int, Any]:
     found[id(decision.decide)] = _watched(decision.decide)
     found[id(state_fetch.fetch)] = _fetch
     found[id(state_fetch.ask_offer)] = _ask_offer
-    found[id(group_store.keep_alive)] = lambda port: None  # a connection of the world breaks when it is told to
+    found[id(control_sockets.ControlSockets)] = SimulatedSockets
     found[id(host_memory.free_bytes)] = _free_bytes
     found[id(reach.round_trip)] = _round_trip
     found[id(torchft.coordination.ManagerServer)] = _manager_server

@@ -164,7 +164,7 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
     }
     options = Options(3, ranks, 14, fault_tolerance, restart_seconds=(0.5, 0.5))
     with standins.installed():
-        world = Schedule(1, options, (Slow(1.2, 2, 0, 10.0, 0.5), KillGroups(1.65, (0, 1)))).run()
+        world = Schedule(5, options, (Slow(1.2, 2, 0, 10.0, 0.5), KillGroups(1.65, (0, 1)))).run()
     if waits:
         assert not world.problems
     else:
@@ -597,7 +597,7 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
     options = Options(2, 1, 5, fault_tolerance, compute_seconds=0.1, transfer_seconds=(0.5, 0.5), jitter=0.1)
     faults = Reset(0.9, 1, 0, "vote"), KillGroups(0.9, (1,), "fetching", of=0)
     with standins.installed():
-        world = Schedule(5, options, faults).run(traces=True)
+        world = Schedule(6, options, faults).run(traces=True)
     assert not world.problems
     said = [text for _, who, text in world.trace if who == "g0r0"]
     assert "rolled_back step=1 lost=1" in said
@@ -729,7 +729,7 @@ def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
     fault_tolerance = {"enable": True, "group_size": 2, "process_group_timeout_ms": 3000}
     times = {"transfer_seconds": (seconds, seconds), "restart_seconds": (restart, restart), "compute_seconds": 0.4}
     with standins.installed():
-        world = Schedule(2, Options(2, ranks, 12, fault_tolerance, **times), (KillGroups(1.0, (1,)),)).run(traces=True)
+        world = Schedule(0, Options(2, ranks, 12, fault_tolerance, **times), (KillGroups(1.0, (1,)),)).run(traces=True)
     assert not world.problems
     said = [text for _, who, text in world.trace if who == "g1r0a1"]
     (begun,) = (text for text in said if text.startswith("heal_started"))

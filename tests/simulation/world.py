@@ -18,6 +18,7 @@ import networkx  # type: ignore[import-untyped]  # it has no types of its own
 
 from tests.simulation import standins
 from tests.simulation.collectives import GroupCollective, GroupLink, ProcessGroup, Ring
+from tests.simulation.control import SimulatedSockets
 from tests.simulation.folder import Folder
 from tests.simulation.kernel import Crash, Kernel, NotSimulatedError, Process
 from tests.simulation.lighthouse import Lighthouse, ManagerClient, ManagerServer
@@ -331,6 +332,7 @@ class World(standins.World):
         self.groups: dict[int, GroupRun] = {}
         self.entered: list[GroupRun] = []  # all that came to the lighthouse, also those that are gone
         self.stores: dict[tuple[str, int], StoreServer] = {}
+        self.trees: dict[tuple[str, int], SimulatedSockets] = {}  # that children connect to
         self.rings: dict[str, Ring] = {}
         self.managers: dict[str, ManagerServer] = {}
         self.lighthouses = {self.lighthouse.address(): (self.lighthouse, LIGHTHOUSE)}

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +25,15 @@ cpu.prepare()
 from torchtitan.distributed import ParallelDims  # noqa: E402
 
 from titan_ft.config import FaultTolerance  # noqa: E402
+from titan_ft.membership.control_tree import ControlTree  # noqa: E402
 from titan_ft.membership.group import Group  # noqa: E402
 from titan_ft.run.error_file import FILE_ENV, read_error  # noqa: E402
 from titan_ft.run.events import Event, RankSilent  # noqa: E402
+from titan_ft.system.threads import call_aside  # noqa: E402
 from titan_ft.training import links  # noqa: E402
 from titan_ft.training.links import _group_shape  # noqa: E402
+
+DEADLINE = 20.0  # seconds; only ever reached by a bug
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -130,6 +136,25 @@ def test_the_exchange_overlaps_with_the_backward(
     config.exchange_dtype = "bfloat16"
     build(model)
     assert built["dtype"] is torch.bfloat16
+
+
+def test_ranks_of_a_later_attempt_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's store outlives an attempt: a rank must not find the former attempt's rank 0."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    config = FaultTolerance(enable=True, replica_id=3)
+
+    def connect(rank: int, attempt: int) -> Future[ControlTree]:
+        launch: Any = SimpleNamespace(rank=rank, store=("127.0.0.1", store.port), token="token", attempt=attempt)
+        return call_aside(partial(links.connect_control, config, launch), "connect")
+
+    trees = [connect(rank, 0).result(DEADLINE) for rank in range(2)]
+    rank_one = connect(1, 1)
+    trees += [connect(0, 1).result(DEADLINE), rank_one.result(DEADLINE)]
+    answers = [call_aside(partial(tree.rank0_decides, (), lambda _: "decided"), "decide") for tree in trees[2:]]
+    assert [answer.result(DEADLINE) for answer in answers] == ["decided", "decided"]
+    for tree in trees:
+        tree.close()
 
 
 def test_all_links_are_closed_although_one_cannot_be() -> None:

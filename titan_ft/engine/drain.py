@@ -10,17 +10,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
 
 from titan_ft.engine.watchdog import end_process
-from titan_ft.membership.group_store import set_for_all
+from titan_ft.membership.control_tree import ControlTree
 from titan_ft.run.events import NOT_BEGUN
-from titan_ft.system.process import Process
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+from titan_ft.system.threads import call_aside
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit status of a rank that did not leave but was ended."""
@@ -28,55 +23,51 @@ TERMINATED = 128 + signal.SIGTERM
 # Where Slurm signals every process of a job and the agent hands its own SIGTERM on, a worker gets the same one twice.
 _ONE_REQUEST_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
-_POLL_SECONDS = 0.05
-_LOOK_SECONDS = 1.0  # of a rank that waits for a round, for a sibling's word: 8,192 ranks may look at one store
 # Of the timeout: a round of several steps is finished if this group's are over within the first, the others are waited
 # for until the second is over, and what is left is for the exchange with them.
 OWN_SHARE = 0.5
 WAITING_SHARE = 0.75
 _NO_VOTE_SECONDS = 1.0  # time to find a dead sibling for a rank that has nothing to finish
+_ABANDONED = "abandoned"  # a note's topic
+_ABANDON_SECONDS = 0.2  # for the neighbours to hear of it
 
 
 class Drain:
     """One rank's part in leaving. Votes must be a barrier over the ranks of the group, the same votes on each of them.
 
-    A rank that is told to leave writes the number of its next vote to the group's store before that vote; right after
-    each vote every rank looks for its number. The write comes before the writer's vote, and nobody is past a vote
-    before all have cast it: all ranks find it after the same vote. Without the number, a rank that is slow to look
-    after one vote could find what was written for the next.
+    A rank that is told to leave says the number of its next vote to all ranks before that vote. Right after each vote
+    every rank looks whether it has heard the number. A note reaches all ranks before the result of the vote that its
+    sender casts next, so all ranks find the number after the same vote. Without the number, a rank that is slow to
+    look after one vote could find what was said for the next.
 
     Args:
-        connect: opens a connection to the group's store; None when the group has one rank.
-        key: prefix of the keys in the store, unique to this attempt of the group.
+        control: tree of the group's ranks.
         timeout_seconds: after this time the rank ends without having left in order.
         on_abandon: called with the reason before such an end, on another thread.
     """
 
     def __init__(
         self,
-        connect: Callable[[], TCPStore] | None,
+        control: ControlTree,
         *,
-        key: str,
         rank: int,
         num_ranks: int,
         timeout_seconds: float,
         on_abandon: Callable[[str], None],
     ) -> None:
-        assert connect is not None or num_ranks == 1, "the ranks of a group agree through its store"
-        self._connect, self._key, self._rank, self._num_ranks = connect, key, rank, num_ranks
+        self._control, self._rank, self._num_ranks = control, rank, num_ranks
         self._timeout_seconds, self._on_abandon = timeout_seconds, on_abandon
         self._requested = self._left = False
         self._requested_at = math.inf
         self._votes = 0
         self._begun = False
         self._asks = self._announced = self._agreed = False
-        self._next_look = -math.inf  # for the word of a sibling, in seconds of the monotonic clock
+        self._lost = ""  # ranks of the group, for people
         self._hurries_since = -1  # number of votes at which this rank last said that its time is nearly over
         self._lock = threading.Lock()
         self._ending = threading.Lock()
-        self._store = None if connect is None else connect()
-        if self._store is not None:
-            self._store.set(f"{key}/process/{rank}", str(Process.this()))
+        control.listen(_ABANDONED, self._follow_sibling)
+        control.listen_for_losses(self._note_loss)
 
     @property
     def requested(self) -> bool:
@@ -121,8 +112,7 @@ class Drain:
                 return
             self._requested, self._requested_at = True, time.monotonic()
         threading.Thread(target=self._expire, name="titan_ft_drain_timeout", daemon=True).start()
-        if self._connect is not None:
-            threading.Thread(target=self._watch, args=(self._connect,), name="titan_ft_siblings", daemon=True).start()
+        self._end_with_siblings()
 
     def begin(self) -> None:
         """Note that this rank has something to finish, though it may not have come to a vote yet; training thread."""
@@ -142,18 +132,15 @@ class Drain:
         """
         self._votes += 1
         self._asks = self._requested and may_leave()
-        if self._store is not None and self._asks and not self._announced:
-            set_for_all(self._store, f"{self._key}/vote/{self._votes}")
+        if self._asks and not self._announced:
+            self._control.say(f"leave/{self._votes}")
             self._announced = True
 
     def after_vote(self) -> bool:
         """Say whether the group leaves, from this vote on: the same on all its ranks; training thread."""
-        if not self._agreed:
-            if self._store is None:
-                self._agreed = self._asks
-            elif self._store.check([f"{self._key}/vote/{self._votes}"]):
-                self._agreed = True
-                self.request()
+        if not self._agreed and self._control.heard(f"leave/{self._votes}") is not None:
+            self._agreed = True
+            self.request()
         return self._agreed
 
     def wait_for_others(self, is_answered: Callable[[], bool], pause: Callable[[], object]) -> bool:
@@ -177,11 +164,11 @@ class Drain:
     def stops_waiting(self, is_answered: bool) -> bool:
         """Say whether the group waits for other groups no longer: the same on all its ranks.
 
-        A waiting rank calls this again and again. When its time is nearly over, the rank writes so to the
-        group's store. Its siblings then write the same, even if nobody told them to leave. The group leaves
-        once all ranks have written, unless one of them was answered after it had written. Whichever of these
-        two is stored first decides for all ranks. A rank that is answered before it has written goes on
-        without a look at the store: the group cannot leave without its word.
+        A waiting rank calls this again and again. When its time is nearly over, the rank says so to all ranks.
+        Its siblings then say the same, even if nobody told them to leave. The group leaves once all ranks have
+        said it, unless one of them was answered after it had. Whichever of these two reaches rank 0 first
+        decides for all ranks. A rank that is answered before it has said anything goes on: the group cannot
+        leave without its word.
 
         Args:
             is_answered: whether what this rank waits for is there.
@@ -190,38 +177,51 @@ class Drain:
         if is_new and (is_answered or not (self.is_urgent or self._is_a_sibling_urgent())):
             return False
         self._hurries_since = self._votes
-        if self._store is None:
-            return not is_answered
-        said = [f"{self._key}/hurry/{self._votes}/{rank}" for rank in range(self._num_ranks)]
+        said = [f"hurry/{self._votes}/{rank}" for rank in range(self._num_ranks)]
         if is_new:
-            set_for_all(self._store, said[self._rank])
-            self._store.set(f"{self._key}/urgent/{self._votes}", "1")
-        if not is_answered and not self._store.check(said):
+            self._control.say(said[self._rank])
+            self._control.say(self._urgent_topic())
+        if not is_answered and any(self._control.heard(topic) is None for topic in said):
             return False
         word = "go on" if is_answered else "leave"
-        return bool(self._store.compare_set(f"{self._key}/waiting/{self._votes}", "", word) == b"leave")
+        return self._control.settle(f"waiting/{self._votes}", word) == "leave"
 
     def _is_a_sibling_urgent(self) -> bool:
-        if self._store is None or time.monotonic() < self._next_look:
-            return False
-        self._next_look = time.monotonic() + _LOOK_SECONDS
-        return self._store.check([f"{self._key}/urgent/{self._votes}"])
+        return self._control.heard(self._urgent_topic()) is not None
+
+    def _urgent_topic(self) -> str:
+        return f"urgent/{self._votes}"
 
     def leave(self) -> None:
         """Mark this rank as gone in order and wait, for 2 seconds at most, until all ranks are.
 
-        Call it last of all, also when training has finished: the store that the others vote through may end with rank
-        0, and a rank that ends without this mark counts as dead.
+        Call it last of all, also when training has finished: the siblings may need this rank to pass on what they say,
+        and a rank that ends without this mark counts as dead.
         """
         self._left = True
-        if self._store is None:
+        self._control.leave(_LEAVE_SECONDS)
+
+    # Siblings that end; on the control tree's thread, or on the one that requests
+
+    def _note_loss(self, rank: int, host: str, reason: str) -> None:
+        self._lost = self._lost or f"rank {rank} of this group{f' (on {host})' if host else ''} is gone ({reason})"
+        self._end_with_siblings()
+
+    def _follow_sibling(self, _: str) -> None:
+        self._end_with_siblings()
+
+    def _end_with_siblings(self) -> None:
+        """End at once, if this rank leaves, when another rank has died or given up: the step cannot be finished.
+
+        An agent sends SIGTERM to the other ranks when one dies.
+        """
+        if not self._requested or self._left:
             return
-        try:
-            self._store.set(self._left_key(self._rank), "1")
-            keys = [self._left_key(rank) for rank in range(self._num_ranks)]
-            self._store.wait(keys, timedelta(seconds=_LEAVE_SECONDS))
-        except RuntimeError:  # the time is over, or the store went first; this rank leaves in any case
-            return
+        if self._control.heard(_ABANDONED) is not None:
+            call_aside(partial(self._abandon, "another rank of this group had to end"), "titan_ft_abandon")
+        elif self._lost:
+            line = f"{self._lost}, so that its step cannot be finished: ending at once"
+            self._end(TERMINATED, partial(print_line, line))
 
     # Threads
 
@@ -240,37 +240,13 @@ class Drain:
     def _expire(self) -> None:
         """End when the time is over, or soon if this rank has not come to a vote: then it has nothing to finish."""
         began = time.monotonic()
-        if self._store is not None:
+        if self._num_ranks > 1:
             time.sleep(min(_NO_VOTE_SECONDS, self._timeout_seconds))
         reason = NOT_BEGUN
         if self._votes or self._begun:
             time.sleep(max(0.0, began + self._timeout_seconds - time.monotonic()))
             reason = f"fault_tolerance.drain_timeout_seconds ({self._timeout_seconds:g} s) is over"
         self._abandon(reason)
-
-    def _watch(self, connect: Callable[[], TCPStore]) -> None:
-        """End at once when another rank has died or given up: the step cannot be finished.
-
-        An agent sends SIGTERM to the other ranks when one dies. Ranks on other hosts cannot be looked at.
-        """
-        try:
-            store = connect()  # of its own: a request on the other connection may be waiting for long
-            siblings: dict[int, Process] = {}
-            while not self._left:
-                for rank in range(self._num_ranks):
-                    name = f"{self._key}/process/{rank}"
-                    if rank != self._rank and rank not in siblings and store.check([name]):
-                        siblings[rank] = Process.parse(store.get(name).decode())
-                gone = [rank for rank, process in siblings.items() if process.is_gone()]
-                if store.check([f"{self._key}/abandoned"]):
-                    self._abandon("another rank of this group had to end")
-                # The mark is older than the end: looked for after it, a rank that left has it.
-                elif dead := [rank for rank in gone if not store.check([self._left_key(rank)])]:
-                    line = f"rank {dead[0]} of this group is gone, so that its step cannot be finished: ending at once"
-                    self._end(TERMINATED, partial(print_line, line))
-                time.sleep(_POLL_SECONDS)
-        except RuntimeError:  # the store is gone; the timeout holds
-            return
 
     def _abandon(self, reason: str) -> None:
         line = f"SIGTERM: ending without having left in order, because {reason}"
@@ -281,15 +257,13 @@ class Drain:
         self._end(0, *last_words)
 
     def _tell_abandoned(self) -> None:
-        if self._store is not None:
-            set_for_all(self._store, f"{self._key}/abandoned")  # else siblings take this rank for dead
+        """Let the siblings end as well. Without the mark that this rank has left, they would take it for dead."""
+        self._control.say(_ABANDONED)
+        self._control.leave(_ABANDON_SECONDS)
 
     def _end(self, status: int, *last_words: Callable[[], object]) -> None:
         if self._ending.acquire(blocking=False):
             end_process(status, *last_words)
-
-    def _left_key(self, rank: int) -> str:
-        return f"{self._key}/left/{rank}"
 
 
 def _forget_signals() -> None:

@@ -32,8 +32,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from titan_ft import device
 from titan_ft.config import FaultTolerance
-from titan_ft.membership.agreement import Agreement
-from titan_ft.membership.group_store import keep_alive
+from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.partition import Partition
 from titan_ft.membership.pulse import (
     CLOSEST,
@@ -49,7 +48,7 @@ from titan_ft.membership.pulse import (
     find_outsiders,
 )
 from titan_ft.membership.rendezvous import Rendezvous
-from titan_ft.membership.seat import CONNECT_SECONDS, Reply, Seat
+from titan_ft.membership.seat import Reply, Seat
 from titan_ft.protocol.member import Admission, Member, Quorum, admit, members_of_job
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.events import ForeignMember, Joined, LeftOut, LighthouseMoved, PeerSilent
@@ -98,7 +97,7 @@ class Membership:
         lighthouse: its address (see `LighthouseAddress`).
         host: the numeric address that other groups reach this rank at.
         store: host and port of the group's TCPStore.
-        attempt: how often the group was started before; the store is the agent's and outlives an attempt.
+        control: tree of the group's ranks.
         config_digest: hex hash of the settings that must be equal in all groups.
         address: host:port of this rank's state server.
         leave_requested: says whether this rank was.
@@ -115,7 +114,7 @@ class Membership:
         group_rank: int,
         group_world_size: int,
         store: tuple[str, int],
-        attempt: int,
+        control: ControlTree,
         config_digest: str,
         address: str,
         events: EventLog,
@@ -125,22 +124,15 @@ class Membership:
     ) -> None:
         self._config, self._group_rank, self._events, self._probe = config, group_rank, events, probe
         self._strategy = strategy_of(config)
-        own_store = _connect(store)
-        connect_timeout = timedelta(seconds=CONNECT_SECONDS)
-        # For quorums, by the quorum thread, and for the votes between them, by the training thread.
-        self._agreement = Agreement(
-            lambda: _connect(store, connect_timeout),
-            f"titan_ft/agreed/{attempt}",
-            group_rank=group_rank,
-            group_world_size=group_world_size,
-        )
+        # Agrees on quorums, by the quorum thread, and on the votes between them, by the training thread.
+        self._control = control
         found = LighthouseAddress(lighthouse)
         self._seat = Seat(
             config,
             lighthouse=found,
             group_rank=group_rank,
-            store=own_store,
-            agreement=self._agreement,
+            store=TCPStore(*store, is_master=False, wait_for_workers=False),
+            control=control,
             address=address,
             on_move=lambda former, address, job: events.emit(LighthouseMoved(address=address, former=former, job=job)),
         )
@@ -164,13 +156,10 @@ class Membership:
         self._closed = False
         self._page = StatusPage(found)
         self._looked_at = ""  # prefix of the quorum that the pulse has looked at
-        process = self.member.unique  # of the first name
         self._rendezvous = Rendezvous(
             process_group,
             timedelta(milliseconds=config.process_group_timeout_ms),
-            connect=lambda: _connect(store, connect_timeout),
-            store=own_store,
-            process=process,
+            control=control,
             group_rank=group_rank,
             group_world_size=group_world_size,
             address=address,
@@ -179,11 +168,9 @@ class Membership:
             config,
             seat=self._seat,
             rendezvous=self._rendezvous,
-            agreement=self._agreement,
+            control=control,
             probe=probe,
             leave_requested=leave_requested,
-            store=own_store,
-            process=process,
             group_rank=group_rank,
             lighthouse=found,
             events=events,
@@ -251,6 +238,7 @@ class Membership:
         Raises:
             LighthouseError: the lighthouse did not answer for `seat.PROBE_SECONDS`.
             Leaving: the group was told to leave, and cannot reach the others anyway.
+            ConnectionError: a rank of this group is lost.
             ReplacedError, ConfigMismatchError, ForeignMemberError: see `titan_ft.protocol.member.admit`.
         """
         assert self._pending is not None, "begin() comes before wait()"
@@ -263,6 +251,7 @@ class Membership:
 
         Raises:
             TimeoutError: not all ranks have voted within `VOTE_SECONDS`.
+            ConnectionError: a rank of this group is lost.
             LighthouseError: this group has left.
         """
         if not ok:
@@ -277,7 +266,7 @@ class Membership:
 
     def _agree_on(self, step: int, ok: bool) -> bool:
         try:
-            answer = self._agreement.rank0_decides(
+            answer = self._control.rank0_decides(
                 () if ok else ("no",), lambda said: "no" if said else "yes", VOTE_SECONDS
             )
         except TimeoutError as error:
@@ -402,7 +391,7 @@ class Membership:
         self._seat.close()
         for watch in self._watches:
             watch.close()
-        self._agreement.close()
+        self._control.end_agreements()
         self._rendezvous.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -415,7 +404,7 @@ class Membership:
         while self.member not in admission.members:
             self._partition.stay_outside(admission)
             reply, admission, asked = self._find_members(step, failures)
-        answered, members = time.monotonic(), admission.members
+        answered, members = reply.at, admission.members
         self._partition.note_quorum(admission)
         names = hashlib.sha256("/".join(member.unique for member in members).encode()).hexdigest()[:16]
         key = f"{reply.quorum_id}/{names}"
@@ -470,7 +459,7 @@ class Membership:
         for again in itertools.count():
             # Failures give the quorum a new id: reported once, so that another new id shows others' failures.
             reply = self._seat.request(step, 0 if again else failures, self._await_others)
-            asked = min(asked, time.monotonic() - reply.seconds)
+            asked = min(asked, reply.at - reply.seconds)
             names = reply.replica_ids
             # The same names, and this group's is one of them, say the same as in the step before.
             admission = former if names == former_names else admit(self.member, names)
@@ -539,7 +528,7 @@ class Membership:
         if not (missing or self._strategy.is_long):
             return _Lack.NOTHING, []
 
-        def decide(_: set[str]) -> str:
+        def decide() -> str:
             beat = self._config.heartbeat_timeout_ms / 1000
             status = self._page.read(beat)
             if status is None:
@@ -556,7 +545,7 @@ class Membership:
             outside = sorted(living.difference(there))
             return " ".join([_Lack.LIVING, *map(str, outside)]) if outside else _Lack.NOTHING
 
-        kind, *slots = self._agreement.rank0_decides((), decide).split()
+        kind, *slots = self._control.rank0_announces(decide).text.split()
         return _Lack(kind), [int(slot) for slot in slots]
 
     def _report_strangers(self, admission: Admission) -> None:
@@ -620,9 +609,3 @@ class Membership:
         """Break off the exchange under way because a member has done so; the next quorum shows which."""
         self._rendezvous.abort(self._looked_at)
         logger.warning("a group of this exchange asks for the next quorum already: the exchange is broken off here too")
-
-
-def _connect(store: tuple[str, int], timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
-    connected = TCPStore(store[0], store[1], is_master=False, wait_for_workers=False, timeout=timeout)
-    keep_alive(store[1])
-    return connected

@@ -24,11 +24,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
-
 from titan_ft.config import FaultTolerance
-from titan_ft.membership.agreement import Agreement
-from titan_ft.membership.group_store import set_for_all
+from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.pulse import SILENT_BEATS, StatusPage, Watch
 from titan_ft.membership.rendezvous import Rendezvous
 from titan_ft.membership.seat import Seat
@@ -51,6 +48,7 @@ _MOST_GOOD_LOOKS = 60
 _RELAPSE_SECONDS = 300.0  # a link that is lost again within this time after its return was not really back
 # Among the names of processes that a rank cannot reach, and as the group's decision: leave. No process has this name.
 _LEAVE = "leave"
+_LEAVE_TOPIC = "outside/leave"
 _POLL_SECONDS = 0.1  # between two checks whether a rank was told to leave
 
 
@@ -60,8 +58,6 @@ class Partition:
     Args:
         probe: says which peers cannot be reached, and why (see `reach.Probe`).
         leave_requested: says whether this rank was.
-        store: the group's.
-        process: names this group's process for as long as it lives.
         lighthouse: its address.
     """
 
@@ -71,18 +67,16 @@ class Partition:
         *,
         seat: Seat,
         rendezvous: Rendezvous,
-        agreement: Agreement,
+        control: ControlTree,
         probe: Callable[[Sequence[Peer]], dict[str, str]],
         leave_requested: Callable[[], bool],
-        store: TCPStore,
-        process: str,
         group_rank: int,
         lighthouse: LighthouseAddress,
         events: EventLog,
     ) -> None:
         self._beat = config.heartbeat_timeout_ms / 1000
-        self._seat, self._rendezvous, self._agreement = seat, rendezvous, agreement
-        self._probe, self._store, self._process, self._group_rank = probe, store, process, group_rank
+        self._seat, self._rendezvous, self._control = seat, rendezvous, control
+        self._probe, self._group_rank = probe, group_rank
         self._leave_requested = leave_requested
         self._page, self._events = StatusPage(lighthouse), events
         self._members: tuple[Member, ...] = ()  # of the last quorum
@@ -132,7 +126,7 @@ class Partition:
     def before_no(self) -> None:
         """Tell all ranks of the group, before the vote, that this one votes "no" because of a link."""
         if self._lost[0] == self._rendezvous.prefix:
-            set_for_all(self._store, self._lost_key())
+            self._control.say(self._lost_topic())
 
     def forget(self) -> None:
         """Forget what the watch has found: the exchange worked all the same."""
@@ -148,7 +142,7 @@ class Partition:
         Args:
             failures: votes in a row that failed.
         """
-        known = failures > 0 and bool(self._store.check([self._lost_key()]))
+        known = failures > 0 and self._control.heard(self._lost_topic()) is not None
         return known or failures >= _PROBE_AFTER or bool(self._accusers)
 
     def report_links(self, failures: int, step: int) -> None:
@@ -163,7 +157,7 @@ class Partition:
             found = []
             if failures >= _PROBE_AFTER:  # else another rank has found something, and the others need not be waited for
                 found = self._find_dead([peer for peer in peers if peer not in self._accusers])
-        server = self._agreement.rank0_decides(found, lambda dead: self._report(peers, dead, step))
+        server = self._control.rank0_decides(found, lambda dead: self._report(peers, dead, step))
         if server:
             self._seat.take(server)
 
@@ -184,8 +178,8 @@ class Partition:
             return ""
         return self._seat.reopen(own.reporting(step, lost))
 
-    def _lost_key(self) -> str:
-        return f"titan_ft/lost/{self._process}/{self._rendezvous.prefix}"
+    def _lost_topic(self) -> str:
+        return f"lost/{self._rendezvous.prefix}"
 
     # 4. Outside of the largest clique
 
@@ -212,7 +206,7 @@ class Partition:
 
         decision = ""
         while not decision:
-            decision = self._agreement.rank0_decides(self._look_outside(lost), come_back)
+            decision = self._control.rank0_decides(self._look_outside(lost), come_back)
         if decision == _LEAVE:
             raise Leaving
         self._seat.take(decision)
@@ -235,17 +229,16 @@ class Partition:
         """
 
         def look() -> list[str]:
-            self._agreement.pause(_PROBE_PAUSE_SECONDS)
+            self._control.pause(_PROBE_PAUSE_SECONDS)
             return self._find_dead(lost)
 
-        leave_key = f"titan_ft/leave/{self._process}"
         looked = call_aside(look, "titan_ft_outside_look")
         while not looked.done():
             if self._leave_requested():
-                self._store.set(leave_key, "1")
-            if self._store.check([leave_key]):
+                self._control.say(_LEAVE_TOPIC)
+            if self._control.heard(_LEAVE_TOPIC) is not None:
                 return [_LEAVE]
-            self._agreement.pause(_POLL_SECONDS)
+            self._control.pause(_POLL_SECONDS)
         return looked.result()
 
     def _leave_quorum(self, admission: Admission) -> None:
@@ -268,7 +261,7 @@ class Partition:
             return ""
 
         # Each rank has had the server's last answer when it agrees.
-        self._agreement.rank0_decides((), leave)
+        self._control.rank0_decides((), leave)
 
     # Who can be reached, and who lives
 
@@ -307,5 +300,5 @@ class Partition:
             living |= {unique for unique in open_ if youngest.get(unique, now) < now - began}
             # Not those that are not listed: a lighthouse that was started again has yet to hear of them.
             open_ -= living | {unique for unique in open_ if youngest.get(unique, 0.0) > beat}
-            self._agreement.pause(_PAGE_PAUSE_SECONDS)
+            self._control.pause(_PAGE_PAUSE_SECONDS)
         return living

@@ -3,7 +3,7 @@
 """One replica group's seat: its connection to the lighthouse.
 
 Rank 0 runs torchft's manager server, which heartbeats under the group's name, and rank 0 alone asks it for quorums. The
-other ranks get the reply over the group's store (`Agreement`). They do not ask the server, because the server forgets
+other ranks get the reply over the group's control tree. They do not ask the server, because the server forgets
 its answers. A rank that lost its connection would ask again, and get a later quorum than its siblings.
 
 For a new name, rank 0 opens another seat, and then all ranks take it. When the lighthouse moves, rank 0 opens a seat
@@ -30,7 +30,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft.config import FaultTolerance
-from titan_ft.membership.agreement import Agreement
+from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.follow import Follower
 from titan_ft.protocol.errors import LighthouseError
 from titan_ft.protocol.member import Member
@@ -76,6 +76,7 @@ class Reply:
         max_step: largest number of committed updates that a member has reported.
         moved: the seat has moved to another lighthouse since the last reply.
         seconds: duration of the request. Requests with an outdated answer are not included.
+        at: monotonic time in seconds at which the reply reached this rank.
     """
 
     quorum_id: int
@@ -83,6 +84,7 @@ class Reply:
     max_step: int
     moved: bool = False
     seconds: float = field(default=0.0, compare=False)
+    at: float = field(default=0.0, compare=False)
 
 
 def _never(names: Sequence[str]) -> bool:
@@ -102,7 +104,7 @@ class Seat:
     Args:
         lighthouse: its address.
         store: the group's.
-        agreement: that of the group's ranks.
+        control: tree of the group's ranks.
         address: host:port of this rank's state server.
         on_move: called on rank 0 after a move, with the former url, the new url and the Slurm job id of the new
             lighthouse.
@@ -121,12 +123,12 @@ class Seat:
         lighthouse: LighthouseAddress,
         group_rank: int,
         store: TCPStore,
-        agreement: Agreement,
+        control: ControlTree,
         address: str,
         on_move: Callable[[str, str, str], None],
     ) -> None:
         self._config, self._lighthouse = config, lighthouse
-        self._group_rank, self._store, self._agreement, self._address = group_rank, store, agreement, address
+        self._group_rank, self._store, self._control, self._address = group_rank, store, control, address
         self._client: Any = None  # on rank 0, as its server
         self._server: Any = None
         self._names: Sequence[str] = ()  # of the last reply
@@ -143,13 +145,13 @@ class Seat:
     def enter(self, name: Callable[[], Member]) -> None:
         """Open the group's first seat, under the name that rank 0 gives it, and take it. A collective.
 
-        As soon as the seat is open, the other groups wait for this one. Its requests need all of its ranks, so all must
-        be here.
+        As soon as the seat is open, the other groups wait for this one. Its exchanges need all of its ranks, so all
+        must be here.
 
         Raises:
             LighthouseError: the lighthouse does not answer.
         """
-        self.take(self._agreement.rank0_decides((), lambda _: self._open_first(name())))
+        self.take(self._control.rank0_decides((), lambda _: self._open_first(name())))
 
     def _open_first(self, member: Member) -> str:
         """Open the group's first seat. A lighthouse that a file names may be gone: its successor is waited for."""
@@ -261,12 +263,13 @@ class Seat:
         Raises:
             LighthouseError: the lighthouse did not answer for `PROBE_SECONDS`, or this group has left.
         """
-        answer = json.loads(self._agreement.rank0_decides((), lambda _: self._ask_for_all(step, failures, is_outdated)))
+        announced = self._control.rank0_announces(lambda: self._ask_for_all(step, failures, is_outdated))
+        answer = json.loads(announced.text)
         if isinstance(answer, str):
             raise LighthouseError(answer)
         quorum_id, max_step, names, seconds, moved = answer
         self._names = self._names if names is None else names
-        return Reply(quorum_id, self._names, max_step, moved, seconds)
+        return Reply(quorum_id, self._names, max_step, moved, seconds, announced.at)
 
     def _ask_for_all(self, step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool]) -> str:
         """Ask on rank 0; returns a text: the fields of a `Reply` (names: None = those of before), or an error."""

@@ -22,6 +22,7 @@ from titan_ft.engine.drain import Drain
 from titan_ft.engine.watchdog import end_process
 from titan_ft.gradients.exchange import GradientExchange
 from titan_ft.host.titan_0_2 import TORCH_DTYPE_MAP, ParallelDims
+from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.group import Group
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.process_group import build_process_group
@@ -68,6 +69,7 @@ class Links:
         parallel_dims: ParallelDims,
         group: Group,
         drain: Drain,
+        control: ControlTree,
         *,
         exchanged: Iterable[nn.Parameter],
         fragments: Sequence[int],
@@ -75,6 +77,7 @@ class Links:
         num_microbatches: int,
     ) -> None:
         self._config, self._launch, self._events, self._drain = config, launch, events, drain
+        self._control = control
         shape = _group_shape(parallel_dims, model_parts, group)
         self.host = config.advertise_address or find_source_address(*split_address(_find(launch.lighthouse, config)))
         self.server = StateServer(
@@ -130,7 +133,7 @@ class Links:
             group_rank=launch.rank,
             group_world_size=torch.distributed.get_world_size(),
             store=launch.store,
-            attempt=launch.attempt,
+            control=self._control,
             config_digest=launch.config_digest,
             address=address,
             events=self._events,
@@ -208,6 +211,23 @@ class Links:
                 serve_seconds=serve_seconds,
             )
         )
+
+
+def connect_control(config: FaultTolerance, launch: Launch) -> ControlTree:
+    """Connect this rank to the control tree of its group. A collective of the group.
+
+    Raises:
+        LighthouseError: the rank's parent in the tree cannot be reached.
+    """
+    num_ranks = torch.distributed.get_world_size()
+    return ControlTree(
+        launch.rank,
+        num_ranks,
+        host=config.advertise_address or find_source_address(*launch.store),
+        token=launch.token,
+        store=TCPStore(*launch.store, is_master=False, wait_for_workers=False) if num_ranks > 1 else None,
+        key=f"titan_ft/control/{config.replica_id}/{launch.attempt}",
+    )
 
 
 def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: Group) -> str:

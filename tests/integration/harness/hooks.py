@@ -38,6 +38,7 @@ environment variable TITAN_FT_TEST_HOOKS. It also registers the model converter 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -82,6 +83,7 @@ from titan_ft.gradients.bucket import Count
 from titan_ft.gradients.flight import Flight
 from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
+from titan_ft.membership import control_sockets
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.rendezvous import Rendezvous
 from titan_ft.protocol.round import Update
@@ -141,6 +143,9 @@ class Worker:
 
     def at(self, point: str) -> None:
         """Pass `point`; does not return if a fault waits there, nor before a gate there is open."""
+        for reset in SETTINGS.get("resets", ()):
+            if reset["point"] == point and self.is_target(reset):
+                self.break_control()
         for gate in SETTINGS.get("gates", ()):
             if gate.get("point", "forward") == point and self.is_target(gate) and self.step >= gate.get("step", 0):
                 self.wait_at(gate["name"])
@@ -156,6 +161,14 @@ class Worker:
                 self.events.emit(told)
                 os.kill(os.getpid(), signal.SIGKILL)
                 signal.pause()  # the signal may come to another thread
+
+    def break_control(self) -> None:
+        """End this rank's connections to the other ranks of its group."""
+        for sockets in list(control_sockets._open):
+            for connection in list(sockets._neighbours.values()):
+                with contextlib.suppress(OSError):  # it has ended just now
+                    connection.socket.shutdown(socket.SHUT_RDWR)
+                    self.mark("broken-control")
 
     def wait_at(self, gate: str) -> None:
         started = time.monotonic()

@@ -10,42 +10,35 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from tests.replica.conftest import Trees, wait_until
 from titan_ft.engine import drain
 from titan_ft.engine.drain import TERMINATED, Drain
+from titan_ft.membership.control_tree import ControlTree
 from titan_ft.run.marks import remove_training_mark
-from titan_ft.system.process import Process
+from titan_ft.system.threads import call_for_each
 
+ROOT = Path(__file__).parents[3]
 DEADLINE = 60.0  # seconds; only ever reached by a bug
 NEVER = 3600.0  # seconds
 
-# A store in a folder: the processes of these tests need no torch, whose import costs seconds.
+# The ranks' store is a folder: these processes need no torch, whose import costs seconds.
 PREAMBLE = """
 import ctypes, os, pathlib, signal, sys, time
 import titan_ft.engine.drain
+from tests.replica.membership.control_rank import FolderStore
 from titan_ft.engine.drain import Drain
+from titan_ft.membership.control_tree import ControlTree
 titan_ft.engine.drain._LEAVE_SECONDS = 0.2
-class Store:
-    def set(self, key, value):
-        part = self.file(str(os.getpid()) + key); part.write_text(value); part.rename(self.file(key))
-    def get(self, key): return self.file(key).read_bytes()
-    def check(self, keys): return all(self.file(key).exists() for key in keys)
-    def wait(self, keys, timeout):
-        deadline = time.monotonic() + timeout.total_seconds()
-        while not self.check(keys):
-            if time.monotonic() > deadline: raise RuntimeError("timeout")
-            time.sleep(0.01)
-    def file(self, key): return pathlib.Path(sys.argv[1], key.replace("/", "_"))
 def say(text): print(text, flush=True)
 def drain(timeout, rank=0, num_ranks=1):
-    made = Drain(Store if num_ranks > 1 else None, key="drain", rank=rank, num_ranks=num_ranks,
+    store = FolderStore(pathlib.Path(sys.argv[1]))
+    control = ControlTree(rank, num_ranks, host="127.0.0.1", token="token", store=store, key="group/0")
+    made = Drain(control, rank=rank, num_ranks=num_ranks,
                  timeout_seconds=timeout, on_abandon=lambda reason: say(f"abandoned: {reason}"))
     made.install()
     return made
@@ -66,7 +59,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def start(code: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", PREAMBLE + code, str(tmp_path)]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
         processes.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -78,29 +71,46 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def build(store: Any, rank: int, num_ranks: int = 2) -> Drain:
+@pytest.fixture(autouse=True)
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Provide the statuses with which ranks of the test process would have ended, after their last words."""
+    statuses: list[int] = []
+
+    def end(status: int, *last_words: Callable[[], object]) -> None:
+        for say in last_words:
+            say()
+        statuses.append(status)
+
+    monkeypatch.setattr(drain, "end_process", end)
+    return statuses
+
+
+def build(tree: ControlTree, rank: int = 0, num_ranks: int = 1, timeout_seconds: float = NEVER) -> Drain:
     """Build a rank of this process."""
-
-    def on_abandon(reason: str) -> None:
-        raise AssertionError(reason)
-
-    return Drain(
-        lambda: store, key="drain", rank=rank, num_ranks=num_ranks, timeout_seconds=NEVER, on_abandon=on_abandon
-    )
+    return Drain(tree, rank=rank, num_ranks=num_ranks, timeout_seconds=timeout_seconds, on_abandon=pytest.fail)
 
 
-def leave_all(*ranks: Drain) -> None:
-    """Let ranks leave together, which ends their threads."""
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        list(pool.map(Drain.leave, ranks))
+def build_group(trees: list[ControlTree]) -> list[Drain]:
+    """Build all ranks of a group."""
+    return [build(tree, rank, len(trees)) for rank, tree in enumerate(trees)]
+
+
+def vote(trees: list[ControlTree]) -> None:
+    """Let all ranks agree, as in a vote: then all have heard what was said before."""
+    call_for_each(lambda tree: tree.rank0_decides((), lambda _: ""), trees, "vote", len(trees))
+
+
+def leave_all(ranks: list[Drain]) -> None:
+    """Let ranks leave together: a rank that only closes its tree would be lost."""
+    call_for_each(Drain.leave, ranks, "leave", len(ranks))
 
 
 @pytest.mark.parametrize(("told", "after", "urgent"), [(False, 90.0, False), (True, 74.0, False), (True, 76.0, True)])
 def test_three_quarters_of_the_time_are_what_a_group_may_wait_for_others(
-    monkeypatch: pytest.MonkeyPatch, told: bool, after: float, urgent: bool
+    monkeypatch: pytest.MonkeyPatch, trees: Trees, told: bool, after: float, urgent: bool
 ) -> None:
     """It counts from when this rank was told to leave; without that nothing is urgent."""
-    made = Drain(None, key="drain", rank=0, num_ranks=1, timeout_seconds=100.0, on_abandon=lambda reason: None)
+    made = build(trees.connect(), timeout_seconds=100.0)
     monkeypatch.setattr(made, "_expire", lambda: None)
     now = 1000.0
     monkeypatch.setattr("titan_ft.engine.drain.time", SimpleNamespace(monotonic=lambda: now))
@@ -117,65 +127,72 @@ def test_three_quarters_of_the_time_are_what_a_group_may_wait_for_others(
 # Waiting for others
 
 
-class Seats:
-    """Ranks of one group whose time is over when a test says so."""
+class Waiting:
+    """The two ranks of a group that waits for others, whose time is over when a test says so.
 
-    def __init__(self, number: int) -> None:
-        import torch.distributed as dist
+    The second one to speak is rank 0, which hears at once what it says itself.
+    """
 
-        self.store = dist.HashStore()
-        self.ranks = [build(self.store, rank, number) for rank in range(number)]
+    def __init__(self, trees: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trees = trees.connect_group(2)
+        self.second, self.first = build_group(self.trees)
+        self._monkeypatch = monkeypatch
 
-    def hurry(self, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
-        monkeypatch.setattr(Drain, "is_urgent", property(lambda drain: drain in [self.ranks[n] for n in numbers]))
+    def hurry(self, *ranks: Drain) -> None:
+        self._monkeypatch.setattr(Drain, "is_urgent", property(lambda drain: drain in ranks))
+
+    def hear(self) -> None:
+        """Let both ranks hear what was said."""
+        vote(self.trees)
 
 
-def test_a_group_waits_no_longer_when_all_its_ranks_have_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def waiting(trees: Trees, monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    return Waiting(trees, monkeypatch)
+
+
+def test_a_group_waits_no_longer_when_all_its_ranks_have_said_so(waiting: Waiting) -> None:
     """Not when one has: a sibling may have its answer already, and be in the exchange."""
-    seats = Seats(2)
-    first, second = seats.ranks
+    first, second = waiting.first, waiting.second
     assert not first.stops_waiting(False)
-    seats.hurry(monkeypatch, 0, 1)
+    waiting.hurry(first, second)
     assert not first.stops_waiting(False)  # the other has yet to say so
+    waiting.hear()
     assert second.stops_waiting(False)
+    waiting.hear()
     assert first.stops_waiting(False)
 
 
-def test_a_rank_that_nobody_told_takes_its_siblings_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal may come to one rank alone. Ranks that wait look into the store once a second."""
-    now = 1000.0
-    monkeypatch.setattr("titan_ft.engine.drain.time", SimpleNamespace(monotonic=lambda: now))
-    seats = Seats(2)
-    first, second = seats.ranks
+def test_a_rank_that_nobody_told_takes_its_siblings_word(waiting: Waiting) -> None:
+    """A signal may come to one rank alone."""
+    first, second = waiting.first, waiting.second
     assert not second.stops_waiting(False)
-    seats.hurry(monkeypatch, 0)
+    waiting.hurry(first)
     assert not first.stops_waiting(False)
-    assert not second.stops_waiting(False)  # it has just looked
-    now += 1.0
+    waiting.hear()
     assert second.stops_waiting(False)
+    waiting.hear()
     assert first.stops_waiting(False)
 
 
-def test_an_answer_before_a_rank_has_said_so_is_taken_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_before_a_rank_has_said_so_is_taken_by_all(waiting: Waiting) -> None:
     """The group cannot leave without its word; the ranks that have said so wait for the answer."""
-    seats = Seats(2)
-    first, second = seats.ranks
-    seats.hurry(monkeypatch, 0, 1)
+    first, second = waiting.first, waiting.second
+    waiting.hurry(first, second)
     assert not first.stops_waiting(False)
+    waiting.hear()
     assert not second.stops_waiting(True)
     assert not first.stops_waiting(False)
     assert not first.stops_waiting(True)
 
 
 @pytest.mark.parametrize("answer_first", [False, True])
-def test_an_answer_beside_the_last_word_ends_alike_on_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, answer_first: bool
-) -> None:
+def test_an_answer_beside_the_last_word_ends_alike_on_all_ranks(waiting: Waiting, answer_first: bool) -> None:
     """Both have said so; one is answered, the other is not yet: the first of the two words counts."""
-    seats = Seats(2)
-    first, second = seats.ranks
-    seats.hurry(monkeypatch, 0, 1)
+    first, second = waiting.first, waiting.second
+    waiting.hurry(first, second)
     assert not first.stops_waiting(False)
+    waiting.hear()
     if answer_first:
         assert not first.stops_waiting(True)
         assert not second.stops_waiting(False)
@@ -185,23 +202,27 @@ def test_an_answer_beside_the_last_word_ends_alike_on_all_ranks(
         assert first.stops_waiting(True)
 
 
-def test_a_word_counts_for_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_counts_for_one_round(waiting: Waiting) -> None:
     """The others came, and the group could not leave with that round: it says so again in the next one."""
-    seats = Seats(2)
-    seats.hurry(monkeypatch, 0, 1)
-    assert not any(rank.stops_waiting(False) for rank in seats.ranks[:1])
-    assert not any(rank.stops_waiting(True) for rank in seats.ranks)
-    for rank in seats.ranks:
+    first, second = waiting.first, waiting.second
+    waiting.hurry(first, second)
+    assert not first.stops_waiting(False)
+    assert not first.stops_waiting(True)
+    assert not second.stops_waiting(True)
+    for rank in (first, second):
         rank.before_vote(lambda: False)
-    assert not any(rank.after_vote() for rank in seats.ranks)
-    assert not seats.ranks[0].stops_waiting(False)
-    assert seats.ranks[1].stops_waiting(False)
-    assert seats.ranks[0].stops_waiting(False)
+    waiting.hear()
+    assert not any(rank.after_vote() for rank in (first, second))
+    assert not first.stops_waiting(False)
+    waiting.hear()
+    assert second.stops_waiting(False)
+    waiting.hear()
+    assert first.stops_waiting(False)
 
 
-def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(monkeypatch: pytest.MonkeyPatch, trees: Trees) -> None:
     """The last look at its time and the one at the answer are the same."""
-    rank = Drain(None, key="drain", rank=0, num_ranks=1, timeout_seconds=NEVER, on_abandon=lambda reason: None)
+    rank = build(trees.connect())
     pauses: list[int] = []
     assert rank.wait_for_others(lambda: len(pauses) == 3, lambda: pauses.append(1))
     assert len(pauses) == 3
@@ -210,167 +231,93 @@ def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(monkeypatch: pyt
     assert len(pauses) == 5
 
 
-def test_a_group_of_one_rank_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no store to write to."""
-    rank = Drain(None, key="drain", rank=0, num_ranks=1, timeout_seconds=NEVER, on_abandon=lambda reason: None)
+def test_a_group_of_one_rank_decides_by_itself(monkeypatch: pytest.MonkeyPatch, trees: Trees) -> None:
+    """It has nobody to wait for; an answer that comes after its word finds the word settled."""
+    rank = build(trees.connect())
     assert not rank.stops_waiting(False)
     monkeypatch.setattr(Drain, "is_urgent", True)
     assert rank.stops_waiting(False)
-    assert not rank.stops_waiting(True)
+    assert rank.stops_waiting(True)
 
 
 # The agreement
 
 
-def test_a_rank_that_looks_late_does_not_leave_early() -> None:
-    """What a rank writes before its next vote is not taken for the last one by a rank that has yet to look there."""
-    import torch.distributed as dist
-
-    store = dist.HashStore()
-    fast, slow = build(store, 0), build(store, 1)
-    fast.before_vote(lambda: True)
-    slow.before_vote(lambda: True)
+def test_a_rank_that_looks_late_does_not_leave_early(trees: Trees) -> None:
+    """What a rank says before its next vote is not taken for the last one by a rank that has yet to look there."""
+    group = trees.connect_group(2)
+    fast, slow = build_group(group)
+    for rank in (fast, slow):
+        rank.before_vote(lambda: True)
+    vote(group)
     assert not fast.after_vote()
     fast.request()
     fast.before_vote(lambda: True)  # of the second vote, while the other rank has not looked after the first
+    wait_until(lambda: group[1].heard("leave/2") is not None, "the other rank has heard it")
     assert not slow.after_vote()
     slow.before_vote(lambda: True)
+    vote(group)
     assert fast.after_vote()
     assert slow.after_vote()
     assert slow.requested
     assert slow.after_vote(), "an agreement holds, also when this vote did not end a step"
-    leave_all(fast, slow)
+    leave_all([fast, slow])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_rank_that_may_not_leave_yet_tells_its_siblings_later(num_ranks: int) -> None:
+def test_a_rank_that_may_not_leave_yet_tells_its_siblings_later(trees: Trees, num_ranks: int) -> None:
     """Its group stays for another round: the other groups have not read that it leaves."""
-    import torch.distributed as dist
-
-    store = dist.HashStore()
-    if num_ranks == 1:
-        told = other = Drain(None, key="", rank=0, num_ranks=1, timeout_seconds=NEVER, on_abandon=pytest.fail)
-    else:
-        told, other = build(store, 0), build(store, 1)
-    ranks = {told, other}
-    for rank in ranks:
-        rank.before_vote(lambda: True)
-    assert {rank.after_vote() for rank in ranks} == {False}
+    group = trees.connect_group(num_ranks)
+    ranks = build_group(group)
+    told = ranks[-1]
+    told.begin()
     told.request()
     for may_leave in (False, False, True):
         for rank in ranks:
             rank.before_vote(lambda rank=rank, may_leave=may_leave: may_leave or rank is not told)
+        vote(group)
         assert {rank.after_vote() for rank in ranks} == {may_leave}
     for rank in ranks:
         rank.before_vote(lambda: False)
+    vote(group)
     assert all(rank.after_vote() for rank in ranks), "what is agreed stays agreed"
-    leave_all(*ranks)
+    leave_all(ranks)
 
 
-class Connection:
-    """A connection to a store as torch's TCPStore is one: what is set is under way until a question is answered."""
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_all_ranks_leave_after_the_same_vote(trees: Trees, told: int) -> None:
+    """Ranks at their own pace, told at any moment: all stop at one vote."""
+    for trial in range(3):
+        group = trees.connect_group(3)
 
-    def __init__(self, store: Any) -> None:
-        self._store, self._sent = store, list[tuple[str, str]]()
-
-    def set(self, key: str, value: str) -> None:
-        self._sent.append((key, value))
-
-    def check(self, keys: list[str]) -> bool:
-        self._arrive()
-        return bool(self._store.check(keys))
-
-    def get(self, key: str) -> bytes:
-        self._arrive()
-        return bytes(self._store.get(key))
-
-    def wait(self, *args: Any) -> None:
-        self._arrive()
-        self._store.wait(*args)
-
-    def _arrive(self) -> None:
-        while self._sent:
-            self._store.set(*self._sent.pop(0))
-
-
-def test_the_number_is_there_before_the_vote() -> None:
-    """What a rank sent to the store a moment ago may come later than its vote: it waits until the others find it."""
-    import torch.distributed as dist
-
-    store = dist.HashStore()
-    told, other = build(Connection(store), 0), build(Connection(store), 1)
-    told.request()
-    told.before_vote(lambda: True)
-    other.before_vote(lambda: True)
-    assert other.after_vote()
-    assert told.after_vote()
-    leave_all(told, other)
-
-
-def test_all_ranks_leave_after_the_same_vote() -> None:
-    """Ranks at their own pace, told at any moment, with the store that groups have: all stop at one vote."""
-    import torch.distributed as dist
-
-    num_ranks = 3
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-
-    def connect() -> Any:
-        return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-
-    for trial in range(5):
-        barrier = threading.Barrier(num_ranks, timeout=DEADLINE)
-        key = f"drain/{trial}"
-
-        def train(
-            rank: int, barrier: threading.Barrier = barrier, key: str = key, trial: int = trial
-        ) -> tuple[int, float]:
-            made = Drain(
-                connect, key=key, rank=rank, num_ranks=num_ranks, timeout_seconds=NEVER, on_abandon=pytest.fail
-            )
-            if rank == trial % num_ranks:
+        def train(rank: int, group: list[ControlTree] = group, trial: int = trial) -> int:
+            made = build(group[rank], rank, 3)
+            made.begin()
+            if rank == told:
                 threading.Timer(0.01 + trial * 0.003, made.request).start()
             for votes in range(1, 100_000):
                 made.before_vote(lambda: True)
-                barrier.wait()
+                group[rank].rank0_decides((), lambda _: "")
                 if made.after_vote():
-                    began = time.monotonic()
                     made.leave()
-                    return votes, time.monotonic() - began
+                    return votes
             raise AssertionError("never left")
 
-        with ThreadPoolExecutor(num_ranks) as pool:
-            left = list(pool.map(train, range(num_ranks)))
-        assert len({votes for votes, _ in left}) == 1, left
+        left = call_for_each(train, range(3), "train", 3)
+        assert len(set(left)) == 1, left
 
 
-def test_leaving_waits_for_the_others_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that leaves alone is held up for its grace; the last one not at all."""
-    import torch.distributed as dist
+def test_leaving_waits_for_the_others_but_not_for_ever(monkeypatch: pytest.MonkeyPatch, trees: Trees) -> None:
+    """A rank that leaves alone is held up for its time; ranks that leave together are not."""
 
-    monkeypatch.setattr(drain, "_LEAVE_SECONDS", 0.5)
-    store = dist.HashStore()
-    first, last = build(store, 0), build(store, 1)
-    waited = []
-
-    def leave(made: Drain) -> None:
+    def leave(ranks: list[Drain], seconds: float) -> float:
+        monkeypatch.setattr(drain, "_LEAVE_SECONDS", seconds)
         began = time.monotonic()
-        made.leave()
-        waited.append(time.monotonic() - began)
+        leave_all(ranks)
+        return time.monotonic() - began
 
-    leave(first)
-    leave(last)
-    assert waited[0] > 0.4
-    assert waited[1] < waited[0]
-
-
-def test_processes_are_recognized() -> None:
-    """This process lives; one of another start time under its pid is another one; other hosts cannot be looked at."""
-    this = Process.parse(str(Process.this()))
-    assert this == Process.this()
-    assert not this.is_gone()
-    assert replace(this, start="1").is_gone()
-    assert not replace(this, start="1", host="elsewhere").is_gone()
-    assert not replace(this, start="").is_gone(), "where there is no /proc"
+    assert leave(build_group(trees.connect_group(2))[:1], 0.3) >= 0.3
+    assert leave(build_group(trees.connect_group(2)), DEADLINE) < DEADLINE / 2
 
 
 # One rank
@@ -459,25 +406,40 @@ say(f"{endings} {made.requested}")
 # Several ranks
 
 
-@pytest.mark.parametrize("reaped", [False, True])
-def test_a_dead_sibling_ends_a_rank_at_once(start: Start, reaped: bool) -> None:
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_dead_sibling_ends_a_rank_at_once(start: Start, dead: int) -> None:
     """Sent SIGTERM because a sibling died, a rank does not wait for the step; nor before its first vote."""
-    sibling = start("made = drain(1000, 1, 2); say('ready'); time.sleep(1000)")
-    voting = "" if reaped else "made.before_vote(lambda: True);"
-    process = start(f"made = drain(1000, 0, 2); {voting} say('ready'); block()")
-    sibling.kill()
-    if reaped:
-        sibling.wait(DEADLINE)
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=DEADLINE)
-    assert (process.returncode, output) == (TERMINATED, "")
-    assert "rank 1 of this group is gone" in errors
+    voting = "" if dead else "made.before_vote(lambda: True);"
+    ranks = [start(f"made = drain(1000, {rank}, 2); {voting} say('ready'); block()") for rank in range(2)]
+    ranks[dead].kill()
+    other = ranks[1 - dead]
+    other.send_signal(signal.SIGTERM)
+    output, errors = other.communicate(timeout=DEADLINE)
+    assert (other.returncode, output) == (TERMINATED, "")
+    assert f"rank {dead} of this group" in errors
+    assert "its step cannot be finished" in errors
+
+
+def test_a_sibling_that_is_lost_before_a_rank_is_told(
+    trees: Trees, ends: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The loss alone ends nobody. The request to leave ends the rank, because the agent sends it for the loss."""
+    group = trees.connect_group(3)
+    rank = build_group(group)[2]
+    heard: list[int] = []
+    group[2].listen_for_losses(lambda lost, *_: heard.append(lost))
+    group[1].close()
+    wait_until(lambda: bool(heard), "the rank has heard of it")
+    assert ends == []
+    rank.request()
+    assert ends == [TERMINATED]
+    assert "rank 1 of this group (on node-1) is gone" in capfd.readouterr().err
 
 
 def test_a_sibling_that_left_is_not_taken_for_dead(start: Start) -> None:
     """A rank that is slow to leave is not cut short by the end of one that left in order."""
-    sibling = start("made = drain(1000, 1, 2); say('ready'); sys.stdin.readline(); made.leave()")
     process = start("made = drain(1, 0, 2); made.before_vote(lambda: True); say('ready'); block()")
+    sibling = start("made = drain(1000, 1, 2); say('ready'); sys.stdin.readline(); made.leave()")
     sibling.communicate("\n", timeout=DEADLINE)
     assert sibling.returncode == 0
     process.send_signal(signal.SIGTERM)
@@ -487,12 +449,31 @@ def test_a_sibling_that_left_is_not_taken_for_dead(start: Start) -> None:
 
 
 def test_ranks_give_up_together(start: Start) -> None:
-    """When one rank has given up its siblings follow, with status 0: the group left, only not in order."""
-    process = start("made = drain(1000, 0, 2); made.before_vote(lambda: True); say('ready'); block()")
-    process.send_signal(signal.SIGTERM)
-    sibling = start("made = drain(0.5, 1, 2); made.before_vote(lambda: True); say('ready'); block()")
+    """When one rank has given up its sibling follows, with status 0: the group left, only not in order."""
+    code = "made = drain({}, {}, 2); made.before_vote(lambda: True); say('ready'); block()"
+    ranks = [start(code.format(seconds, rank)) for rank, seconds in enumerate((0.5, 1000))]
+    for rank in reversed(ranks):
+        rank.send_signal(signal.SIGTERM)
+    outputs = [rank.communicate(timeout=DEADLINE)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert outputs == [
+        "abandoned: fault_tolerance.drain_timeout_seconds (0.5 s) is over\n",
+        "abandoned: another rank of this group had to end\n",
+    ]
+
+
+def test_a_sibling_that_gave_up_before_a_rank_is_told(start: Start) -> None:
+    """It is not lost: the rank goes on. Told to leave, the rank follows at once, with status 0."""
+    goes_on = "sys.stdin.readline(); made._control.pause(0.3); say('goes on'); block()"
+    rank = start(f"made = drain(1000, 0, 2); made.before_vote(lambda: True); say('ready'); {goes_on}")
+    sibling = start("made = drain(0.2, 1, 2); made.before_vote(lambda: True); say('ready'); block()")
     sibling.send_signal(signal.SIGTERM)
-    for rank in (process, sibling):
-        output, _ = rank.communicate(timeout=DEADLINE)
-        assert rank.returncode == 0
-        assert output.startswith("abandoned: ")
+    assert sibling.wait(DEADLINE) == 0
+    assert rank.stdin is not None
+    assert rank.stdout is not None
+    rank.stdin.write("\n")
+    rank.stdin.flush()
+    assert rank.stdout.readline() == "goes on\n"
+    rank.send_signal(signal.SIGTERM)
+    output, _ = rank.communicate(timeout=DEADLINE)
+    assert (rank.returncode, output) == (0, "abandoned: another rank of this group had to end\n")

@@ -281,6 +281,15 @@ def test_ranks_of_a_group_agree(seats: Any) -> None:
         assert answers == [agreed, agreed]
 
 
+def test_a_vote_ends_although_a_rank_does_not_vote(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the other groups' time as well."""
+    monkeypatch.setattr("titan_ft.membership.membership.VOTE_SECONDS", 0.2)
+    ranks = seats.take_group(0)
+    seats.meet(*ranks)
+    with pytest.raises(TimeoutError, match=r"after step 3 within 0.2 s"):
+        ranks[0].vote(3, True)
+
+
 def test_ranks_meet_their_counterparts(seats: Any) -> None:
     """Rank r of a group exchanges with rank r of the other, and learns that rank's state server."""
     first = seats.take_group(0)
@@ -667,9 +676,8 @@ def test_an_abort_reaches_the_other_ranks_of_the_group(seats: Any) -> None:
     assert not any(group.aborted.is_set() for group in other)
 
 
-def test_an_abort_is_of_one_quorum_only(seats: Any, wait_until: Callable[..., None]) -> None:
+def test_an_abort_is_of_one_quorum_only(seats: Any) -> None:
     """A process group that was built after the abort is left alone, and can be aborted in its turn."""
-    before = watchers()  # those of closed seats wait for the end of their stores
     groups = [FakeProcessGroup() for _ in range(2)]
     ranks = seats.take_group(0, of_rank=lambda rank: {"process_group": groups[rank]})
     for _ in range(3):
@@ -679,11 +687,24 @@ def test_an_abort_is_of_one_quorum_only(seats: Any, wait_until: Callable[..., No
         assert groups[1].aborted.wait(DEADLINE)
         assert seats.together(*[lambda r=r: r.vote(0, False) for r in ranks]) == [False, False]
     seats.meet(*ranks)
-    names = [thread.name for thread in threading.enumerate()]
-    wait_until(lambda: watchers() <= before + 2, f"the watchers of former quorums end: {names}")
     assert not groups[0].aborted.is_set()
     assert not groups[1].aborted.is_set()
     assert all(len(set(group.configured)) >= 4 for group in groups)
+
+
+def test_an_abort_before_another_rank_has_begun(seats: Any, wait_until: Callable[..., None]) -> None:
+    """That rank knows of it when its process group is built, and does not wait in an exchange that is over."""
+    groups = [FakeProcessGroup() for _ in range(2)]
+    ranks = seats.take_group(0, of_rank=lambda rank: {"process_group": groups[rank]})
+    first, second = (rank._rendezvous for rank in ranks)
+    member = ranks[0].member
+    assert first.configure("key", 1, (member,), member, 0) is None
+    ranks[0].abort()
+    seats.together(*[lambda r=r: r._control.rank0_decides((), lambda _: "") for r in ranks])
+    assert (
+        second.configure("key", 1, (member,), member, 0) == "broke on another rank of this group before it began here"
+    )
+    assert second.configure("key", 1, (member,), member, 0) is None, "another process group"
 
 
 def test_an_abort_of_a_former_quorum_does_nothing(seats: Any) -> None:
@@ -863,12 +884,10 @@ def test_a_vote_under_way_when_the_group_falls_silent(seats: Any, wait_until: Ca
     """It waits: the thread that ends the process has yet to say why. When the group is closed it ends."""
     ranks = seats.take_group(0)
     seats.meet(*ranks)
-    asked = threading.Event()
-    agreement = ranks[0]._agreement
-    gather = agreement._gather
-    agreement._gather = lambda *args: (asked.set(), gather(*args))[1]
+    control = ranks[0]._control
+    number = control.number
     vote = seats.submit(ranks[0].vote, 0, True)
-    assert asked.wait(DEADLINE)
+    wait_until(lambda: control.number > number, "the vote is under way")
     ranks[0].fall_silent()
     with pytest.raises(TimeoutError):
         vote.result(0.1)
@@ -876,11 +895,6 @@ def test_a_vote_under_way_when_the_group_falls_silent(seats: Any, wait_until: Ca
         rank.close()
     with pytest.raises(LighthouseError, match="left the job"):
         vote.result(DEADLINE)
-
-
-def watchers() -> int:
-    """Count the threads that wait for an abort."""
-    return sum(thread.name == "titan_ft_abort_watch" for thread in threading.enumerate())
 
 
 def test_closing_stops_the_heartbeats_and_the_process_group(seats: Any) -> None:
@@ -892,19 +906,6 @@ def test_closing_stops_the_heartbeats_and_the_process_group(seats: Any) -> None:
     member.close()
     assert group.aborted.is_set()
     assert time.monotonic() - started < 2.0
-
-
-def test_ranks_of_a_later_attempt_find_their_own_server(seats: Any) -> None:
-    """The agent's store outlives an attempt: a rank must not find the former attempt's dead server."""
-    for rank in seats.take_group(0):
-        rank.close()
-    agent_store = seats.stores[0]  # held: the next rank 0 brings a store of its own, which nobody uses
-    store = ("127.0.0.1", agent_store.port)
-    rank_one = seats.submit(lambda: seats.take(0, rank=1, world_size=2, attempt=1, store=store))
-    with pytest.raises(TimeoutError):
-        rank_one.result(0.3)
-    rank_zero = seats.take(0, rank=0, world_size=2, attempt=1, store=store)
-    assert rank_one.result(DEADLINE).member == rank_zero.member
 
 
 def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:

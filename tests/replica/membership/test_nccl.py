@@ -330,14 +330,13 @@ def test_an_error_of_a_former_communicator_ends_only_that(store: TCPStore) -> No
     assert not nccl.made[1].aborted.is_set()
 
 
-def test_who_learns_of_a_dead_member_ends_its_own_exchange(store: TCPStore) -> None:
+def test_who_learns_of_a_dead_member_ends_its_own_exchange(store: TCPStore, trees: Any) -> None:
     """What `Membership` calls when heartbeats end: the exchange of that quorum breaks off, and the next one works."""
     nccl = Nccl()
     own = Member(0, 1.0, "own", "c", "j", f"127.0.0.1:{store.port}")
     rendezvous = Rendezvous(
-        nccl, TIMEOUT, connect=lambda: store, store=store, process="own", group_rank=0, group_world_size=1,
-        address="127.0.0.1:1",
-    )  # fmt: skip
+        nccl, TIMEOUT, control=trees.connect(), group_rank=0, group_world_size=1, address="127.0.0.1:1"
+    )
     assert rendezvous.configure("first", 1, (own,), own, 0) is None
     waiting = exchange(nccl)
     rendezvous.abort("another quorum")

@@ -247,6 +247,15 @@ def test_an_exchange_over_a_silent_link_is_broken_off(network: Network, start: C
     assert [rank.member for rank in groups[2].ranks] == [groups[2].ranks[0].member] * 2
 
 
+def test_a_link_that_one_rank_has_lost_is_known_to_its_group_after_the_vote(seats: Any) -> None:
+    """All ranks look at their links after that vote, and not after the next one that fails."""
+    ranks = seats.take_group(0)
+    seats.meet(*ranks)
+    ranks[1]._partition._lost = ranks[1]._rendezvous.prefix, []  # broke the exchange off because of a link
+    seats.together(lambda: ranks[0].vote(0, True), lambda: ranks[1].vote(0, False))
+    assert [rank._partition.must_report(1) for rank in ranks] == [True, True]
+
+
 def test_a_link_that_flickers(network: Network, start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """A group whose link passes each look and fails each exchange comes back more and more seldom."""
     groups = [start(slot) for slot in range(3)]
@@ -327,8 +336,8 @@ def test_the_lighthouse_goes_while_a_group_is_outside(
 def wait_for_a_look(group: Group) -> None:
     """Wait until a group that is outside has agreed once more on what it reaches."""
     seat, deadline = group.ranks[0], time.monotonic() + DEADLINE
-    looks = seat._agreement.number
-    while seat._agreement.number == looks:
+    looks = seat._control.number
+    while seat._control.number == looks:
         assert time.monotonic() < deadline, "it looks no more"
         time.sleep(0.005)
 

@@ -10,6 +10,8 @@ from unittest.mock import MagicMock
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
+from tests.replica.conftest import Trees
+from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.rendezvous import Rendezvous
 from titan_ft.protocol.member import Member
 
@@ -25,26 +27,26 @@ def meet(key: str, members: tuple[Member, Member], ends: tuple[Rendezvous, Rende
         return list(pool.map(lambda end, own: end.configure(key, 1, members, own, 0), ends, members))
 
 
-def rendezvous(store: TCPStore, slot: int) -> Rendezvous:
+def rendezvous(control: ControlTree, slot: int) -> Rendezvous:
+    address = f"127.0.0.1:{slot}"
     return Rendezvous(
-        MagicMock(), timedelta(seconds=10), connect=lambda: store, store=store, process=f"process-{slot}",
-        group_rank=0, group_world_size=1, address=f"127.0.0.1:{slot}",
-    )  # fmt: skip
+        MagicMock(), timedelta(seconds=10), control=control, group_rank=0, group_world_size=1, address=address
+    )
 
 
-def test_another_process_serves_its_store_at_the_same_port() -> None:
+def test_another_process_serves_its_store_at_the_same_port(trees: Trees) -> None:
     """The lowest group is started again where the port is fixed (torchrun's --master-port): the others meet it at once.
 
     A connection to the store of the process that died is of no use, and to find that out by an exchange that breaks
     would keep all the others for the rendezvous's whole timeout.
     """
-    store, other = serve(), serve()
+    store = serve()
     lower, upper = (Member(slot, 1.0, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}") for slot in range(2))
-    survivor = rendezvous(other, 1)
-    assert meet("first", (lower, upper), (rendezvous(store, 0), survivor)) == [None, None]
+    survivor = rendezvous(trees.connect(), 1)
+    assert meet("first", (lower, upper), (rendezvous(trees.connect(), 0), survivor)) == [None, None]
 
     port = store.port
     del store
-    reborn = Member(0, 2.0, "unique-0-again", "c", "j", f"127.0.0.1:{port}")
     store = serve(port)
-    assert meet("second", (reborn, upper), (rendezvous(store, 0), survivor)) == [None, None]
+    reborn = Member(0, 2.0, "unique-0-again", "c", "j", f"127.0.0.1:{store.port}")
+    assert meet("second", (reborn, upper), (rendezvous(trees.connect(), 0), survivor)) == [None, None]
