@@ -332,6 +332,9 @@ class PrefixStore:
     def check(self, keys: list[str]) -> bool:
         return bool(self._store.check([self._name(key) for key in keys]))
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return list(self._store.multi_get([self._name(key) for key in keys]))
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._store.wait([self._name(key) for key in keys], timeout)
 

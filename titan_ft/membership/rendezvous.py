@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from titan_ft.transfer.reach import check_listens, within
 
 logger = logging.getLogger(__name__)
 
+_RANKS_OF_A_STORE = 256  # that meet at it; with more ranks in the quorum, they meet at the stores of more members
 _RENDEZVOUS_SECONDS = 2.0  # all members got the quorum's reply at the same moment; one that is silent so long is gone
 
 _BROKEN = "broken/"  # a note's topic begins so; the prefix of the exchange that is broken off follows
@@ -89,11 +91,11 @@ class Rendezvous:
                 return "this group has left the job"
             self.key, self.prefix = key, f"titan_ft/{key}/{self._builds[key]}"
         prefix, rank = f"{self.prefix}/{self._group_rank}", members.index(own)
-        store = members[0].store  # not the reply's, which is that of the member that claims the most steps
+        host = find_host(members, self._group_rank, self._group_world_size)
         try:
             self.step = step
             if len(members) > 1:
-                texts = self._exchange_addresses(members[0], prefix, rank, len(members), step)
+                texts = self._exchange_addresses(host, prefix, rank, len(members), step)
                 facts = [text.split(" ") for text in texts]
                 self.peers = {peer: address for peer, (address, _) in enumerate(facts)}
                 self.addresses = {members[peer].unique: address for peer, address in self.peers.items()}
@@ -101,7 +103,7 @@ class Rendezvous:
             # A member that dies right here must not cost the timeout of a whole collective.
             self.process_group.set_timeout(timedelta(seconds=_RENDEZVOUS_SECONDS))
             self.process_group.configure(
-                f"{store}/{prefix}/pg",
+                f"{host.store}/{prefix}/pg",
                 own.replica_id,
                 rank,
                 len(members),
@@ -155,10 +157,10 @@ class Rendezvous:
                 kept = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
             store = PrefixStore(prefix, kept)
             store.set(str(rank), f"{self._address} {step}")
-            store.wait([str(rank) for rank in range(world_size)], timeout)
-            found = [store.get(str(rank)).decode() for rank in range(world_size)]
+            # One request for all members: a read for each would be a request for each pair of them, in every column.
+            found = store.multi_get([str(rank) for rank in range(world_size)])  # waits until all are there
             self._kept = host, kept
-            return found
+            return [text.decode() for text in found]
 
         # The way there may be dead. Longer than what the store's own timeout ends, which says more.
         return within(2 * _RENDEZVOUS_SECONDS, exchange)
@@ -178,3 +180,13 @@ class Rendezvous:
                 self.process_group.abort()
             except Exception:  # the other ranks must be told, and later exchanges watched, all the same
                 logger.exception("the exchange cannot be broken off here: it ends when its timeout is over")
+
+
+def find_host(members: Sequence[Member], group_rank: int, group_world_size: int) -> Member:
+    """Return the member at whose store a rank meets its counterparts: the same one for all of them.
+
+    It is not the member that the lighthouse names, which claims the most updates. In small quorums all ranks meet at
+    the first member, so that the connections to its store last when other members come and go.
+    """
+    num_stores = 1 + group_world_size * len(members) // _RANKS_OF_A_STORE
+    return members[group_rank % min(num_stores, len(members))]

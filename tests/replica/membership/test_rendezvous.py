@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest.mock import MagicMock
 
+import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from tests.replica.conftest import Trees
 from titan_ft.membership.control_tree import ControlTree
-from titan_ft.membership.rendezvous import Rendezvous
+from titan_ft.membership.rendezvous import Rendezvous, find_host
 from titan_ft.protocol.member import Member
 
 
@@ -50,3 +52,16 @@ def test_another_process_serves_its_store_at_the_same_port(trees: Trees) -> None
     store = serve(port)
     reborn = Member(0, 2.0, "unique-0-again", "c", "j", f"127.0.0.1:{store.port}")
     assert meet("second", (reborn, upper), (rendezvous(trees.connect(), 0), survivor)) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_groups", "most"), [(1, 2, 2), (8, 30, 240), (8, 100, 300), (64, 30, 360), (8192, 12, 8196)]
+)
+def test_ranks_of_large_quorums_meet_at_several_stores(num_ranks: int, num_groups: int, most: int) -> None:
+    """One store answered the ranks of all groups. A small quorum still meets at its first member."""
+    members = [Member(slot, 1.0, f"process {slot}", "digest", "job", f"10.0.0.{slot}:1") for slot in range(num_groups)]
+    hosts = [find_host(members, rank, num_ranks) for rank in range(num_ranks)]
+    ranks_at_a_store = Counter(host.slot for host in hosts for _ in members)
+    assert max(ranks_at_a_store.values()) <= most
+    if num_ranks * num_groups < 256:
+        assert set(hosts) == {members[0]}
