@@ -23,8 +23,8 @@ TERMINATED = 128 + signal.SIGTERM
 # Where Slurm signals every process of a job and the agent hands its own SIGTERM on, a worker gets the same one twice.
 _ONE_REQUEST_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
-# Of the timeout: a round of several steps is finished if this group's are over within the first, the others are waited
-# for until the second is over, and what is left is for the exchange with them.
+# Shares of the drain timeout. Until the first one, the group finishes its own steps of a round of several steps. Until
+# the second one, it waits for the other groups. The rest is for the exchange with them.
 OWN_SHARE = 0.5
 WAITING_SHARE = 0.75
 _NO_VOTE_SECONDS = 1.0  # time to find a dead sibling for a rank that has nothing to finish
@@ -164,11 +164,15 @@ class Drain:
     def stops_waiting(self, is_answered: bool) -> bool:
         """Say whether the group waits for other groups no longer: the same on all its ranks.
 
-        A waiting rank calls this again and again. When its time is nearly over, the rank says so to all ranks.
-        Its siblings then say the same, even if nobody told them to leave. The group leaves once all ranks have
-        said it, unless one of them was answered after it had. Whichever of these two reaches rank 0 first
-        decides for all ranks. A rank that is answered before it has said anything goes on: the group cannot
-        leave without its word.
+        A waiting rank calls this again and again.
+
+        1. When the time of a rank is nearly over, the rank says "hurry". Its siblings then say it too, even if they
+           were not told to leave.
+        2. A rank that is answered before it has said "hurry" goes on. The group cannot leave without its word.
+        3. A rank that is answered later proposes to go on.
+        4. A rank that has heard "hurry" from all ranks, and is not answered, proposes to leave.
+
+        The first proposal that reaches rank 0 decides for all ranks.
 
         Args:
             is_answered: whether what this rank waits for is there.
@@ -211,9 +215,10 @@ class Drain:
         self._end_with_siblings()
 
     def _end_with_siblings(self) -> None:
-        """End at once, if this rank leaves, when another rank has died or given up: the step cannot be finished.
+        """End now if this rank was told to leave and another rank has died or given up.
 
-        An agent sends SIGTERM to the other ranks when one dies.
+        The step cannot be finished then. An agent sends SIGTERM to the other ranks when one dies. The end of a rank
+        that gave up tells the siblings through the tree, which its own thread must not wait for.
         """
         if not self._requested or self._left:
             return

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Control tree of one replica group: agreements, notes and losses among its ranks.
 
-`group.Group` agrees by collectives, which only the training threads may make. The control tree
-serves what is decided while these threads compute or wait. An agreement costs one trip up the tree
-and one trip down.
+`group.Group` agrees by collectives, which the training threads alone may make. The control tree
+serves the other threads, and decisions that fall while the training threads compute or wait: votes,
+quorums, aborts, leaving. An agreement costs one trip up the tree and one trip down.
 """
 
 from __future__ import annotations
@@ -38,30 +38,35 @@ milliseconds."""
 
 @dataclass(frozen=True)
 class Announcement:
-    """A decision of rank 0.
+    """A decision of rank 0, and when this rank got it.
 
     Attributes:
-        at: monotonic time in seconds at which it reached this rank, which may ask for it later.
+        at: monotonic time in seconds at which the decision reached this rank. The rank may read it
+            later: waits for other groups are counted from this time.
     """
 
     text: str
     at: float
 
 
-HearNote = Callable[[str], None]
+HearTopic = Callable[[str], None]
+"""Takes the topic of a note, without its prefix."""
+
 HearLoss = Callable[[int, str, str], None]
+"""Takes a rank, its host and the reason."""
 
 
 class ControlTree:
     """One rank's place in the control tree of its group.
 
-    All ranks of the group make the same agreements in the same order. A group of one rank opens no
-    socket and starts no thread.
+    All ranks of the group make the same agreements in the same order, on each rank one thread at a
+    time. A group of one rank opens no socket and starts no thread.
 
     Args:
         host: numeric address at which the group's ranks reach this rank.
         token: the run's shared secret. A process without it takes no part.
-        store: of the group; needed here only, for the addresses. None = the group has one rank.
+        store: of the group, used by the constructor alone, to exchange addresses. None = the group
+            has one rank.
         key: prefix of the keys in the store, unique to this attempt of the group.
         name: of this rank's host, for people.
         fan_out: children of a rank; the same on all ranks.
@@ -91,15 +96,15 @@ class ControlTree:
         self._words: dict[int, frozenset[str]] = {}
         self._answers: dict[int, Announcement] = {}
         self._heard: dict[str, str] = {}
-        self._note_listeners: dict[str, HearNote] = {}
+        self._topic_listeners: dict[str, HearTopic] = {}  # by prefix
         self._loss_listeners: list[HearLoss] = []
         self._losses: list[tuple[int, str, str]] = []
-        self._reports: deque[Callable[[], None]] = deque()  # notes and losses
-        self._num_unreported = 0  # of these, and one whose callback has yet to return
-        self._loss = ""
-        self._left = self._agrees_no_more = self._closed = False
+        self._callbacks: deque[Callable[[], None]] = deque()  # of listeners
+        self._num_unfinished_callbacks = 0  # queued, and the one that runs
+        self._failure = ""  # why no agreement is possible any more, for people
+        self._left = self._agreements_ended = self._closed = False
         self.number = 0
-        """Number of agreements that were made."""
+        """Number of agreements that this rank has joined."""
         self._sockets: ControlSockets | None = None
         if store is None or num_ranks == 1:
             return
@@ -113,7 +118,7 @@ class ControlTree:
             host=host,
             own=own,
             on_action=self._take,
-            on_turn=self._report,
+            on_turn=self._run_callbacks,
             on_failure=self._fail,
         )
         try:
@@ -128,25 +133,27 @@ class ControlTree:
         decide: Callable[[set[str]], str],
         timeout: float | None = None,
     ) -> str:
-        """Return on all ranks what `decide`, called on rank 0 alone, returns. A collective.
+        """Let rank 0 call `decide`, and return the result on all ranks. All ranks call this.
 
         A decision that depends on a clock or on the lighthouse belongs into `decide`: two ranks
-        that looked for themselves could decide differently.
+        that looked for themselves could decide differently. If `decide` raises, rank 0 must end:
+        the other ranks wait for its decision until it is lost.
 
         Args:
             found: words that this rank has found; `decide` gets the words of all ranks.
-            timeout: seconds that the other ranks may take. A tree that timed out makes no further
-                agreement.
+            timeout: seconds to wait for the other ranks. On the other ranks it includes the time
+                that rank 0 takes for `decide`. The caller makes no agreement after a timeout.
 
         Raises:
-            LighthouseError: this group has left the job meanwhile.
+            LighthouseError: this group has left the job meanwhile. It is what a request at the
+                lighthouse raises then, and what callers of both catch.
             ConnectionError: a rank is lost; names it and its host.
             TimeoutError: the others took longer.
             ValueError: words or decision are too long for a message.
         """
         number = self.number + 1
         with self._changed:
-            self._check()
+            self._raise_if_ended()
             self._call(partial(self._node.join, number, found))
             self.number = number  # words that are too long make no agreement
             arrived = self._words if self._rank == 0 else self._answers
@@ -157,11 +164,11 @@ class ControlTree:
         decision = decide(set(words))  # without the lock: it may ask the lighthouse for seconds
         with self._changed:
             self._call(partial(self._node.decide, number, decision))
-            self._answers.pop(number, None)
+            self._answers.pop(number, None)  # rank 0 has its decision already
         return decision
 
     def rank0_announces(self, decide: Callable[[], str]) -> Announcement:
-        """Return on all ranks what `decide`, called on rank 0 alone, returns. A collective.
+        """Let rank 0 call `decide`, and return the result on all ranks. All ranks call this.
 
         Rank 0 waits for no other rank: this is an agreement for which no rank has anything to say.
 
@@ -171,7 +178,7 @@ class ControlTree:
         number = self.number + 1
         text = decide() if self._rank == 0 else ""  # without the lock: it may take seconds
         with self._changed:
-            self._check()
+            self._raise_if_ended()
             if self._rank == 0:
                 self._call(partial(self._node.announce, number, text))
             self.number = number
@@ -179,7 +186,7 @@ class ControlTree:
             return self._answers.pop(number)
 
     def pause(self, seconds: float) -> None:
-        """Sleep.
+        """Sleep. Ends early, with an error, if the group leaves or a rank is lost.
 
         Raises:
             LighthouseError: this group has left the job meanwhile.
@@ -187,14 +194,14 @@ class ControlTree:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended, seconds)
-            self._check()
+            self._raise_if_ended()
 
     def say(self, topic: str, text: str = "") -> None:
         """Say something to all ranks of the group, this one included; any thread, returns at once.
 
-        Of several texts for one topic rank 0 takes the first, and every rank hears that one. A note
-        that this rank says before an agreement is known on every rank before its decision. Of the
-        notes before an announcement that holds for those of rank 0 alone.
+        Of several texts for one topic rank 0 takes the first, and every rank hears that one. If a
+        rank says a note and then joins an agreement, every rank hears the note before the decision.
+        Before an announcement, the notes of rank 0 alone have this guarantee.
 
         Raises:
             ValueError: the text is too long for a message.
@@ -202,8 +209,8 @@ class ControlTree:
         with self._changed:
             if not self._closed:
                 self._call(partial(self._node.say, topic, text))
-        if self._sockets is None:
-            self._report()
+        if self._sockets is None:  # a group of one rank has no thread for it
+            self._run_callbacks()
 
     def heard(self, topic: str) -> str | None:
         """Return the text of a topic; None if this rank has not heard of it."""
@@ -219,39 +226,41 @@ class ControlTree:
         """
         self.say(topic, text)
         with self._changed:
-            self._changed.wait_for(lambda: topic in self._heard or self._closed or bool(self._loss))
+            # Notes outlast `end_agreements`: only a close or a loss ends this wait.
+            self._changed.wait_for(lambda: topic in self._heard or self._closed or bool(self._failure))
             if topic not in self._heard:
-                self._check()
+                self._raise_if_ended()
             return self._heard[topic]
 
-    def listen(self, beginning: str, hear: HearNote) -> None:
-        """Call `hear` with the rest of each topic that begins so, once.
+    def listen(self, prefix: str, hear: HearTopic) -> None:
+        """Call `hear` once for each topic with this prefix, also for topics that came before.
 
-        It is called on the tree's thread, and must not block: that thread serves the children.
-        Notes that came before count, too.
+        The tree's thread calls `hear`, which must not block: that thread serves the children. A
+        prefix has one listener.
         """
         with self._changed:
-            self._note_listeners[beginning] = hear
+            assert prefix not in self._topic_listeners, f"{prefix!r} has a listener"
+            self._topic_listeners[prefix] = hear
             for topic in self._heard:
-                if topic.startswith(beginning):
-                    self._add_report(partial(hear, topic.removeprefix(beginning)))
-        if self._sockets is None:
-            self._report()
+                if topic.startswith(prefix):
+                    self._add_callback(partial(hear, topic.removeprefix(prefix)))
+        if self._sockets is None:  # a group of one rank has no thread for it
+            self._run_callbacks()
 
     def listen_for_losses(self, hear: HearLoss) -> None:
-        """Call `hear` with each rank that is lost, once: the rank, its host and the reason.
+        """Call `hear` once for each rank that is lost; see `listen`.
 
-        It is called like the listeners of `listen`. The host is empty if it is not known.
+        The host is empty if it is not known. A group of one rank loses none.
         """
         with self._changed:
             self._loss_listeners.append(hear)
             for loss in self._losses:
-                self._add_report(partial(hear, *loss))
+                self._add_callback(partial(hear, *loss))
 
     def end_agreements(self) -> None:
         """Make no more agreements: this group has left the job. Notes go on until `leave`."""
         with self._changed:
-            self._agrees_no_more = True
+            self._agreements_ended = True
             self._changed.notify_all()
 
     def leave(self, seconds: float) -> None:
@@ -281,7 +290,7 @@ class ControlTree:
         Raises:
             LighthouseError: the parent cannot be reached.
         """
-        if sockets.address is not None:
+        if sockets.address is not None:  # a rank without children does not listen
             address = join_address(*sockets.address)
             store.set(f"{key}/{self._rank}", f"{address} {own.process} {own.host}")
         if self._parent is None:
@@ -294,7 +303,7 @@ class ControlTree:
             sockets.start_below(address, Identity(parent_host, process))
         if self._await_parent(sockets, self._parent):
             return
-        error = sockets.last_error or f"no answer within {CONNECT_SECONDS:g} s"
+        error = self._failure or sockets.last_error or f"no answer within {CONNECT_SECONDS:g} s"
         raise LighthouseError(
             f"rank {self._rank} of this group ({own.host}) cannot connect to rank {self._parent} "
             f"({parent_host}) at {address}: {error}; check that the hosts of a group reach each "
@@ -306,7 +315,7 @@ class ControlTree:
         """Wait for the first connection. Returns False if there is none."""
 
         def is_over() -> bool:
-            return sockets.is_connected(parent) or bool(self._loss) or self._closed
+            return sockets.is_connected(parent) or bool(self._failure) or self._closed
 
         with self._changed:
             self._changed.wait_for(is_over, CONNECT_SECONDS)
@@ -315,11 +324,11 @@ class ControlTree:
     # With the lock
 
     def _call(self, event: Callable[[float], list[Action]]) -> None:
-        """Give the node an event."""
+        """Give the node an event: a method that takes the time."""
         if self._sockets is not None:
             self._sockets.call(event)
             return
-        for action in event(time.monotonic()):  # of a rank without neighbours
+        for action in event(time.monotonic()):  # without neighbours no action concerns a connection
             self._take(action)
 
     def _take(self, action: Action) -> None:
@@ -331,68 +340,75 @@ class ControlTree:
                 self._answers[number] = Announcement(text, time.monotonic())
             case Hear(topic, text):
                 self._heard[topic] = text
-                for beginning, hear in self._note_listeners.items():
-                    if topic.startswith(beginning):
-                        self._add_report(partial(hear, topic.removeprefix(beginning)))
+                for prefix, hear in self._topic_listeners.items():
+                    if topic.startswith(prefix):
+                        self._add_callback(partial(hear, topic.removeprefix(prefix)))
             case Lose(rank, reason, host):
                 where = f" (on {host})" if host else ""
-                self._loss = self._loss or f"rank {rank} of this group{where} is lost: {reason}"
+                self._note_failure(f"rank {rank} of this group{where} is lost: {reason}")
                 self._losses.append((rank, host, reason))
                 for hear_loss in self._loss_listeners:
-                    self._add_report(partial(hear_loss, rank, host, reason))
+                    self._add_callback(partial(hear_loss, rank, host, reason))
             case Left():
                 self._left = True
         self._changed.notify_all()
 
-    def _add_report(self, report: Callable[[], None]) -> None:
-        self._reports.append(report)
-        self._num_unreported += 1
+    def _note_failure(self, text: str) -> None:
+        self._failure = self._failure or text
+
+    def _add_callback(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+        self._num_unfinished_callbacks += 1
         if self._sockets is not None:
             self._sockets.wake()  # its thread calls it, not the thread that called `say`
 
     def _wait(self, has_arrived: Callable[[], bool], timeout: float | None) -> None:
-        """Wait for what comes from the other ranks, and for the reports of what came before it."""
+        """Wait until it has arrived, and until all callbacks of listeners have returned.
+
+        So a listener has seen the notes before a decision when the caller acts on the decision.
+        """
 
         def is_over() -> bool:
-            return self._has_ended or (has_arrived() and not self._num_unreported)
+            return self._has_ended or (has_arrived() and not self._num_unfinished_callbacks)
 
         in_time = self._changed.wait_for(is_over, timeout)
         if has_arrived():
             return  # also if a rank was lost just now: the others may have this decision
-        self._check()
+        self._raise_if_ended()
         if not in_time:
             raise TimeoutError(f"the other ranks of this group took longer than {timeout:g} s")
 
     @property
     def _has_ended(self) -> bool:
         """True if no agreement is made any more."""
-        return self._closed or self._agrees_no_more or bool(self._loss)
+        return self._closed or self._agreements_ended or bool(self._failure)
 
-    def _check(self) -> None:
-        if self._closed or self._agrees_no_more:
+    def _raise_if_ended(self) -> None:
+        if self._closed or self._agreements_ended:
             raise LighthouseError("this group has left the job")
-        if self._loss:
-            raise ConnectionError(self._loss)
+        if self._failure:
+            raise ConnectionError(self._failure)
 
-    # On the tree's thread, without the lock
+    # On the tree's thread, or on the caller's in a group of one rank; without the lock
 
-    def _report(self) -> None:
-        """Report notes and losses, in their order."""
-        while self._reports:  # a report that is added while this ends wakes the thread
+    def _run_callbacks(self) -> None:
+        """Call the listeners, in the order of the notes and losses."""
+        # Read without the lock: a callback that is queued after this test wakes the thread.
+        while self._callbacks:
             with self._changed:
-                if not self._reports:
+                if not self._callbacks:
                     return  # in a group of one rank, another thread has taken it
-                report = self._reports.popleft()
+                callback = self._callbacks.popleft()
             try:
-                report()
-            except Exception:  # the next reports, and the tree, must go on all the same
-                logger.exception("a report of the control tree has failed")
+                callback()
+            except Exception:  # the next callbacks, and the tree, must go on all the same
+                logger.exception("a listener of the control tree has failed")
             with self._changed:
-                self._num_unreported -= 1
+                self._num_unfinished_callbacks -= 1
                 self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
         """End all waiting after an unexpected error of the tree's thread."""
         with self._changed:
-            self._loss = self._loss or f"the control tree failed on this rank: {first_line(error)}"
+            self._note_failure(f"the control tree failed on this rank: {first_line(error)}")
             self._changed.notify_all()

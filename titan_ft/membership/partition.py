@@ -171,8 +171,8 @@ class Partition:
                 "groups %s live and cannot be reached: see to the network between them and this group", slots
             )
             self._events.emit(LinkDead(slots=slots))
-        # All of them: a report that named the latest alone would take back what the one before had answered, and groups
-        # that have lost each other for a moment would take turns without end.
+        # A report replaces the one before. So it names each dead link, also those that only the other group has
+        # reported. Otherwise two groups could each withdraw the other's answer, and rename themselves without end.
         lost.extend(member for member in self._members if member.has_reported(own))
         if all(own.has_reported(peer) for peer in lost):
             return ""

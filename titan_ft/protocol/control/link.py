@@ -74,11 +74,11 @@ class TreeLink:
 
     # Connections
 
-    def dial(self, now: float) -> None:
-        """Begin an attempt to connect."""
+    def note_dial(self, now: float) -> None:
+        """Note that an attempt to connect begins."""
         self._dialed_at, self.next_dial, self.is_dialing = now, math.inf, True
 
-    def connect(self, host: str) -> list[bytes]:
+    def resume(self, host: str) -> list[bytes]:
         """Begin to use a new connection. Returns the frames to send on it, at least one.
 
         The neighbour trusts a connection at its first frame. A rank that has given the neighbour
@@ -132,13 +132,19 @@ class TreeLink:
         if frame.number > self._num_received:
             self._num_received, self._num_bad_frames = frame.number, 0
 
-    def reject(self) -> bool:
-        """Count a bad frame. Returns True if the neighbour sends one after the other."""
-        self._num_bad_frames += 1
+    @property
+    def has_too_many_bad_frames(self) -> bool:
+        """True if the neighbour sends one bad frame after the other."""
         return self._num_bad_frames >= MAX_BAD_FRAMES
+
+    def count_bad_frame(self) -> None:
+        """Count a bad frame."""
+        self._num_bad_frames += 1
 
     def acknowledge(self) -> list[bytes]:
         """Return the frames to send after a good one: none if a later message can acknowledge it.
+
+        A frame that only acknowledges is not acknowledged.
 
         A neighbour that leaves ends at the acknowledgement of its last message.
         """

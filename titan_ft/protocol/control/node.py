@@ -2,17 +2,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One rank's node in the control tree of its group. No clock, no socket, no thread.
 
-*Agreements.* Each rank gives words. A node waits for the words of its whole subtree, and sends
-their union up. Rank 0 decides, and the answer travels down: one trip up and one trip down. Rank 0
-can also announce its decision without any words: one trip down. All ranks know which agreements are
-announcements.
+*Agreements.* Each rank contributes a set of strings, its *words*; the set may be empty. A node
+waits for the words of its whole subtree, and sends their union up. Rank 0 decides, and the answer
+travels down: one trip up and one trip down. Rank 0 can also announce its decision without any
+words: one trip down. The callers on all ranks use the same kind for each number. A message of the
+other kind is a bad frame.
 
 *Notes.* A note travels up to rank 0, which takes the first text of each topic, and from there down
-to all ranks. Messages keep their order on each link. So all ranks know a note before they get the
-answer of the next agreement that its sender joins.
+to all ranks. Notes and words keep their order on each link. So a note reaches all ranks before the
+answer of the next agreement that its sender joins. Before an announcement this holds for the notes
+of rank 0 alone.
 
-*Losses.* A neighbour is lost if its connection stays closed for `GRACE_SECONDS`, or if its process
-has ended. Both ends report the loss, and all ranks that are still connected pass the report on.
+*Losses.* A neighbour is lost if its process has ended, if its connection stays closed for
+`GRACE_SECONDS`, or if it keeps sending bad frames. Where the connection alone is dead, each end
+reports the other one. All ranks that are still connected pass a report on.
+
+*Links.* A `TreeLink` (`link.py`) keeps each message until the neighbour has acknowledged it, and
+returns the frames to send now: none while the connection is closed, or after the link has ended. A
+new connection sends the kept messages again.
 """
 
 from __future__ import annotations
@@ -99,7 +106,8 @@ class Lose:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """This rank may end: each neighbour has left as well and knows of this end, or is lost."""
+    """This rank may exit: each neighbour has left and has acknowledged this rank's `LeaveMessage`,
+    or is lost."""
 
 
 Action = Connect | Send | Close | Decide | Answer | Hear | Lose | Left
@@ -108,11 +116,12 @@ Action = Connect | Send | Close | Decide | Answer | Hear | Lose | Left
 class Node:
     """One rank of the control tree.
 
-    Each event returns its actions, to be carried out in this order. After each event the caller
-    reads `next_tick`, and calls `tick` at that time.
+    Not thread-safe: the caller holds one lock around each event. An event returns its actions, to
+    be carried out in this order. After each event the caller reads `next_tick`, and calls `tick` at
+    that time.
 
     Args of the events:
-        now: seconds of any monotonic clock.
+        now: seconds of any monotonic clock. All events take it, so that callers treat them alike.
         peer: rank of a neighbour.
     """
 
@@ -126,13 +135,17 @@ class Node:
         self._actions: list[Action] = []
         self._topics: set[str] = set()  # of the notes that this node has passed on, up or down
         self._lost: set[int] = set()
-        self._leaves = self._left = False
-        self._number = 0
+        self._leave_requested = self._may_end = False
+        self._number = 0  # of the agreement under way: `_begin_agreement` makes it 1
         self._begin_agreement()
 
     @property
     def next_tick(self) -> float:
-        """Time of the next call of `tick`; math.inf = none is needed."""
+        """Time of the next call of `tick`; math.inf = none is needed.
+
+        A link's grace begins when a connection ends. So a child that has never connected is not
+        lost.
+        """
         times = [min(link.grace_end, link.next_dial) for link in self._links.values()]
         return min(times, default=math.inf)
 
@@ -153,12 +166,13 @@ class Node:
         """Do what is due."""
         for link in self._links.values():
             if now >= link.grace_end:
-                closed = f"its connection to rank {self._rank} closed"
-                self._give_up(link, f"{closed} and did not come back in {GRACE_SECONDS:g} s")
+                grace = f"{GRACE_SECONDS:g} s"
+                closed = f"its connection to rank {self._rank} closed and did not come back in {grace}"
+                self._give_up(link, closed)
             elif now >= link.next_dial:
-                link.dial(now)
+                link.note_dial(now)
                 self._actions.append(Connect(link.peer))
-        return self._take_actions()
+        return self._finish_event()
 
     def connected(self, peer: int, now: float, host: str = "") -> list[Action]:
         """Begin to use a new connection. The caller reads no more frames of an earlier one.
@@ -172,8 +186,8 @@ class Node:
         link = self._links.get(peer)
         if link is None or link.ended:
             return [Close(peer)]
-        self._send_frames(link, link.connect(host))
-        return self._take_actions()
+        self._send_frames(link, link.resume(host))
+        return self._finish_event()
 
     def disconnected(self, peer: int, now: float, has_ended: bool = False) -> list[Action]:
         """A connection ended, or an attempt to connect failed.
@@ -189,10 +203,13 @@ class Node:
             self._give_up(link, "its process has ended")
         else:
             link.disconnect(now)
-        return self._take_actions()
+        return self._finish_event()
 
     def receive(self, peer: int, frame: bytes, now: float) -> list[Action]:
-        """Take a frame. A bad frame closes the connection, and changes nothing else."""
+        """Take a frame. A bad frame is not applied, and closes the connection.
+
+        Several bad frames in a row lose the peer.
+        """
         link = self._links.get(peer)
         if link is None or not link.connected:
             return []
@@ -203,12 +220,12 @@ class Node:
                 self._check(peer, message)
         except ValueError as error:
             self._reject(link, error, now)
-            return self._take_actions()
-        link.accept(decoded)
+            return self._finish_event()
+        link.accept(decoded)  # a frame whose message is known already acknowledges messages, too
         if message is not None:
             self._take(peer, message)
         self._send_frames(link, link.acknowledge())
-        return self._take_actions()
+        return self._finish_event()
 
     # Events of the rank's own threads
 
@@ -221,7 +238,7 @@ class Node:
         message = WordsMessage(number, frozenset(words))
         self._check_words(self._rank, message)
         self._add_words(self._rank, message)
-        return self._take_actions()
+        return self._finish_event()
 
     def decide(self, number: int, answer: str, now: float) -> list[Action]:
         """Answer agreement `number`, on rank 0.
@@ -233,7 +250,7 @@ class Node:
         check_length(message)
         self._check_answer(None, message)
         self._pass_answer_down(message)
-        return self._take_actions()
+        return self._finish_event()
 
     def announce(self, number: int, answer: str, now: float) -> list[Action]:
         """Answer agreement `number` without the words of the ranks, on rank 0.
@@ -245,7 +262,7 @@ class Node:
         check_length(message)
         self._check_answer(None, message)
         self._pass_answer_down(message)
-        return self._take_actions()
+        return self._finish_event()
 
     def say(self, topic: str, text: str, now: float) -> list[Action]:
         """Say something to all ranks. Of several texts for one topic, rank 0 takes the first one.
@@ -256,14 +273,14 @@ class Node:
         note = NoteMessage(topic, text)
         check_length(note)
         self._pass_note_up(note)
-        return self._take_actions()
+        return self._finish_event()
 
     def leave(self, now: float) -> list[Action]:
         """Announce the end of this rank. The node still passes messages on until `Left`."""
-        self._leaves = True
+        self._leave_requested = True
         for link in self._links.values():
             self._send(link, LeaveMessage())
-        return self._take_actions()
+        return self._finish_event()
 
     # Messages
 
@@ -275,7 +292,8 @@ class Node:
             case AnswerMessage():
                 self._check_answer(peer, message)
             case LossMessage(rank) if rank >= self._num_ranks or rank == self._rank:
-                raise ValueError(f"rank {rank} cannot be lost here")
+                # A neighbour hears of a loss from others than the lost rank.
+                raise ValueError(f"rank {rank} is lost: that is this rank, or none of the group")
 
     def _take(self, peer: int, message: Message) -> None:
         match message:
@@ -301,9 +319,12 @@ class Node:
 
     def _check_words(self, rank: int, message: WordsMessage) -> None:
         number = message.number
-        if number != self._number or rank not in self._missing:
+        if number != self._number:
             under_way = f"agreement {self._number} is under way"
             raise ValueError(f"words of rank {rank} for agreement {number}, while {under_way}")
+        if rank not in self._missing:
+            raise ValueError(f"words of rank {rank} for agreement {number} came twice")
+        # The union goes up in one message, which must fit as well.
         check_length(WordsMessage(number, self._words | message.words))
 
     def _add_words(self, rank: int, message: WordsMessage) -> None:
@@ -319,10 +340,12 @@ class Node:
     def _check_answer(self, sender: int | None, message: AnswerMessage) -> None:
         """Raise a ValueError for an answer that is not due. The sender is None on rank 0."""
         number = message.number
-        num_missing = len(self._children) + 1 if message.announced else 0
-        is_due = len(self._missing) == num_missing
+        all_joined = not self._missing
+        nobody_joined = len(self._missing) == len(self._children) + 1
+        is_due = nobody_joined if message.announced else all_joined
         if sender != self._parent or number != self._number or not is_due:
-            raise ValueError(f"an answer of agreement {number}, which waits for none")
+            under_way = f"agreement {self._number} is under way"
+            raise ValueError(f"an answer of agreement {number} that is not due: {under_way}")
 
     def _pass_answer_down(self, message: AnswerMessage) -> None:
         self._send_down(message)
@@ -350,7 +373,8 @@ class Node:
 
     def _reject(self, link: TreeLink, error: ValueError, now: float) -> None:
         """Close the connection after a bad frame. The next one may bring the message intact."""
-        if link.reject():
+        link.count_bad_frame()
+        if link.has_too_many_bad_frames:
             self._give_up(link, f"it sends bad frames: {error}")
             return
         link.disconnect(now)
@@ -391,17 +415,17 @@ class Node:
         for frame in frames:
             self._actions.append(Send(link.peer, frame))
 
-    def _take_actions(self) -> list[Action]:
-        if self._leaves and not self._left:
-            self._check_left()
+    def _finish_event(self) -> list[Action]:
+        if self._leave_requested and not self._may_end:
+            self._report_end_if_done()
         actions, self._actions = self._actions, []
         return actions
 
-    def _check_left(self) -> None:
-        if all(self._is_over(link) for link in self._links.values()):
-            self._left = True
+    def _report_end_if_done(self) -> None:
+        if all(self._needs_this_rank_no_more(link) for link in self._links.values()):
+            self._may_end = True
             self._actions.append(Left())
 
     @staticmethod
-    def _is_over(link: TreeLink) -> bool:
+    def _needs_this_rank_no_more(link: TreeLink) -> bool:
         return link.ended or (link.peer_left and link.num_kept == 0)

@@ -119,7 +119,7 @@ def duplicates_count(patch: Patch) -> None:
 @mutation
 def nothing_is_sent_again(patch: Patch) -> None:
     """A new connection begins with the next message."""
-    patch.setattr(TreeLink, "connect", _connect_without_kept)
+    patch.setattr(TreeLink, "resume", _connect_without_kept)
 
 
 def _connect_without_kept(self: TreeLink, host: str) -> list[bytes]:
@@ -130,13 +130,13 @@ def _connect_without_kept(self: TreeLink, host: str) -> list[bytes]:
 @mutation
 def only_the_last_is_sent_again(patch: Patch) -> None:
     """Of several kept messages, a new connection brings the last one."""
-    around(patch, TreeLink, "connect", lambda former, self, host: former(self, host)[-1:])
+    around(patch, TreeLink, "resume", lambda former, self, host: former(self, host)[-1:])
 
 
 @mutation
 def sent_again_in_reverse(patch: Patch) -> None:
     """The kept messages are sent again with the newest one first."""
-    around(patch, TreeLink, "connect", lambda former, self, host: former(self, host)[::-1])
+    around(patch, TreeLink, "resume", lambda former, self, host: former(self, host)[::-1])
 
 
 @mutation
@@ -147,7 +147,7 @@ def no_first_frame(patch: Patch) -> None:
         frames = former(self, host)
         return frames if self._kept else []
 
-    around(patch, TreeLink, "connect", connect)
+    around(patch, TreeLink, "resume", connect)
 
 
 @mutation
@@ -231,7 +231,7 @@ def numbers_begin_anew(patch: Patch) -> None:
         self._num_received = 0
         return former(self, host)
 
-    around(patch, TreeLink, "connect", connect)
+    around(patch, TreeLink, "resume", connect)
 
 
 @mutation
@@ -308,7 +308,7 @@ def grace_ends_with_the_connection(patch: Patch) -> None:
         self.deadline = math.inf
         return former(self, host)
 
-    around(patch, TreeLink, "connect", connect)
+    around(patch, TreeLink, "resume", connect)
 
 
 @mutation
@@ -498,7 +498,7 @@ def notes_after_the_words(patch: Patch) -> None:
         actions = former(self, number, words, now)
         for note in waiting:
             self._pass_note_up(note)
-        return actions + self._take_actions()
+        return actions + self._finish_event()
 
     def say(former: Callable[..., Any], self: Node, topic: str, text: str, now: float) -> Any:
         waiting = getattr(self, "_waiting", [])
@@ -621,10 +621,10 @@ def leaves_without_a_word(patch: Patch) -> None:
     """A node tells its parent that it leaves, and not its children."""
 
     def leave(former: Callable[..., Any], self: Node, now: float) -> Any:
-        self._leaves = True
+        self._leave_requested = True
         if self._parent is not None:
             self._send(self._links[self._parent], LeaveMessage())
-        return self._take_actions()
+        return self._finish_event()
 
     around(patch, Node, "leave", leave)
 
@@ -632,20 +632,20 @@ def leaves_without_a_word(patch: Patch) -> None:
 @mutation
 def ends_before_its_children(patch: Patch) -> None:
     """A rank ends as soon as its neighbours know that it leaves."""
-    patch.setattr(Node, "_is_over", staticmethod(lambda link: link.ended or link.num_kept == 0))
+    patch.setattr(Node, "_needs_this_rank_no_more", staticmethod(lambda link: link.ended or link.num_kept == 0))
 
 
 @mutation
 def ends_before_it_is_known(patch: Patch) -> None:
     """A rank ends while a neighbour may not know that it leaves."""
-    patch.setattr(Node, "_is_over", staticmethod(lambda link: link.ended or link.peer_left))
+    patch.setattr(Node, "_needs_this_rank_no_more", staticmethod(lambda link: link.ended or link.peer_left))
 
 
 @mutation
 def never_ends(patch: Patch) -> None:
     """A rank that has lost a neighbour waits for it to leave."""
     is_over = staticmethod(lambda link: link.peer_left and link.num_kept == 0)
-    patch.setattr(Node, "_is_over", is_over)
+    patch.setattr(Node, "_needs_this_rank_no_more", is_over)
 
 
 def main() -> int:

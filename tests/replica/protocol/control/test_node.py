@@ -211,11 +211,11 @@ def test_misuse_raises_and_changes_nothing() -> None:
         root.join(1, [too_long], 0.0)
     with pytest.raises(ValueError, match="shorten"):
         root.say("topic", too_long, 0.0)
-    with pytest.raises(ValueError, match="waits for none"):
+    with pytest.raises(ValueError, match="not due"):
         root.decide(1, "early", 0.0)
     with pytest.raises(ValueError, match="shorten"):
         root.decide(1, too_long, 0.0)
-    with pytest.raises(ValueError, match="waits for none"):
+    with pytest.raises(ValueError, match="not due"):
         group.nodes[1].decide(1, "not rank 0", 0.0)
     group.agree(1)
     with pytest.raises(ValueError, match="agreement 2 is under way"):
