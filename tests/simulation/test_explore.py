@@ -163,12 +163,14 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
         "process_group_timeout_ms": 30_000,
     }
     options = Options(3, ranks, 14, fault_tolerance, restart_seconds=(0.5, 0.5))
+    faults = Slow(1.2, 2, 0, 10.0, 0.5), KillGroups(1.65, (0, 1))
     with standins.installed():
-        world = Schedule(5, options, (Slow(1.2, 2, 0, 10.0, 0.5), KillGroups(1.65, (0, 1)))).run()
+        worlds = [Schedule(seed, options, faults).run() for seed in range(6)]
+    found = [world.problems[0].text for world in worlds if world.problems]
     if waits:
-        assert not world.problems
+        assert not found
     else:
-        assert "started anew at step 0 while groups [2] hold more" in world.problems[0].text
+        assert any("started anew at step 0 while groups [2] hold more" in text for text in found)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -596,13 +598,17 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
     }
     options = Options(2, 1, 5, fault_tolerance, compute_seconds=0.1, transfer_seconds=(0.5, 0.5), jitter=0.1)
     faults = Reset(0.9, 1, 0, "vote"), KillGroups(0.9, (1,), "fetching", of=0)
+    kept = 0
     with standins.installed():
-        world = Schedule(6, options, faults).run(traces=True)
-    assert not world.problems
-    said = [text for _, who, text in world.trace if who == "g0r0"]
-    assert "rolled_back step=1 lost=1" in said
-    assert "keeps 4 steps of its round" in said
-    assert not any(text.startswith("has lost") for text in said)
+        for seed in range(20):
+            world = Schedule(seed, options, faults).run(traces=True)
+            assert not world.problems
+            said = [text for _, who, text in world.trace if who == "g0r0"]
+            if "rolled_back step=1 lost=1" in said:
+                assert "keeps 4 steps of its round" in said
+                assert not any(text.startswith("has lost") for text in said)
+                kept += 1
+    assert kept
 
 
 @pytest.mark.parametrize("broken", [None, "reason", "time"])
