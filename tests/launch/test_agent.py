@@ -332,6 +332,16 @@ def test_a_peer_of_an_aborted_rank_is_not_the_cause() -> None:
     assert root_failure([lost, mistaken]) == lost
 
 
+def test_a_rank_that_reports_another_one_as_lost_is_not_the_cause() -> None:
+    """Its host's clock may be behind, and the other rank's exception look later."""
+    reports = WorkerExit(0, 1, 1, WorkerError("RankLostError: rank 1 is lost", transient=True, time=1.0))
+    raised = WorkerExit(1, 1, 1, WorkerError("ConnectionError: x", transient=True, time=5.0))
+    told_to_end = WorkerExit(2, 1, 128 + signal.SIGTERM)
+    for cause in (raised, told_to_end, WorkerExit(3, 1, -signal.SIGABRT), WorkerExit(4, 1, 7)):
+        assert root_failure([reports, cause]) == cause
+    assert root_failure([reports]) == reports
+
+
 def test_the_earliest_exception_is_the_cause() -> None:
     """Of ranks that ended with exceptions the first counts, whatever its number; one that told of none comes last."""
     told = [WorkerExit(rank, 1, 1, WorkerError("E: x", transient=False, time=30.0 - rank)) for rank in (1, 2)]

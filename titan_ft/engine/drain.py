@@ -264,7 +264,7 @@ class Drain:
     def _tell_abandoned(self) -> None:
         """Let the siblings end as well. Without the mark that this rank has left, they would take it for dead."""
         self._control.say(_ABANDONED)
-        self._control.leave(_ABANDON_SECONDS)
+        self._control.announce_end(_ABANDON_SECONDS)
 
     def _end(self, status: int, *last_words: Callable[[], object]) -> None:
         if self._ending.acquire(blocking=False):

@@ -49,8 +49,9 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 5.0
 """A stranger's connection that has not proved the token by then is closed."""
 
-CONNECT_SECONDS = 1.0
-"""The parent's host accepts a connection by then. A host that has vanished does not."""
+CONNECT_SECONDS = 3.0
+"""The parent's host accepts a connection by then, also if the network loses the first packet: TCP sends
+it again after a second. A host that has vanished does not."""
 
 DIAL_SECONDS = 10.0
 """A parent whose host has accepted the connection proves the token by then. It may be frozen, or hold
@@ -59,6 +60,9 @@ Python's lock, for seconds."""
 MAX_UNPROVED = 64
 """Connections without a proof. The next one costs the oldest of them its place. A stranger with
 many silent connections does not keep a child out."""
+
+_END_SECONDS = 1.0
+"""The thread may hang in a listener, or in a log that nobody reads. The process ends all the same."""
 
 _ACCEPTED_AT_ONCE = 16  # between them the handshakes under way go on
 _BACKLOG = 1024
@@ -190,7 +194,7 @@ class ControlSockets:
         if self._thread.ident is None:
             self._release()
         elif self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_END_SECONDS)
 
     # The thread
 

@@ -22,7 +22,7 @@ from titan_ft.membership.control_handshake import Identity, Secret
 from titan_ft.membership.control_sockets import ControlSockets
 from titan_ft.protocol.control.node import Action, Answer, Decide, Hear, Left, Lose, Node
 from titan_ft.protocol.control.tree import FAN_OUT, find_children, find_parent
-from titan_ft.protocol.errors import LighthouseError, first_line
+from titan_ft.protocol.errors import LighthouseError, RankLostError, first_line
 from titan_ft.system.address import join_address
 from titan_ft.system.process import Process, node_name
 
@@ -101,7 +101,7 @@ class ControlTree:
         self._losses: list[tuple[int, str, str]] = []
         self._callbacks: deque[Callable[[], None]] = deque()  # of listeners
         self._num_unfinished_callbacks = 0  # queued, and the one that runs
-        self._failure = ""  # why no agreement is possible any more, for people
+        self._failure: Exception | None = None  # why no agreement is possible any more
         self._left = self._agreements_ended = self._closed = False
         self.number = 0
         """Number of agreements that this rank has joined."""
@@ -147,7 +147,7 @@ class ControlTree:
         Raises:
             LighthouseError: this group has left the job meanwhile. It is what a request at the
                 lighthouse raises then, and what callers of both catch.
-            ConnectionError: a rank is lost; names it and its host.
+            RankLostError: names the rank and its host.
             TimeoutError: the others took longer.
             ValueError: words or decision are too long for a message.
         """
@@ -173,7 +173,7 @@ class ControlTree:
         Rank 0 waits for no other rank: this is an agreement for which no rank has anything to say.
 
         Raises:
-            LighthouseError, ConnectionError, ValueError: see `rank0_decides`.
+            LighthouseError, RankLostError, ValueError: see `rank0_decides`.
         """
         number = self.number + 1
         text = decide() if self._rank == 0 else ""  # without the lock: it may take seconds
@@ -190,7 +190,7 @@ class ControlTree:
 
         Raises:
             LighthouseError: this group has left the job meanwhile.
-            ConnectionError: a rank is lost; names it and its host.
+            RankLostError: names the rank and its host.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended, seconds)
@@ -222,12 +222,12 @@ class ControlTree:
 
         Raises:
             LighthouseError: this group has left the job meanwhile.
-            ConnectionError: a rank is lost; names it and its host.
+            RankLostError: names the rank and its host.
         """
         self.say(topic, text)
         with self._changed:
             # Notes outlast `end_agreements`: only a close or a loss ends this wait.
-            self._changed.wait_for(lambda: topic in self._heard or self._closed or bool(self._failure))
+            self._changed.wait_for(lambda: topic in self._heard or self._closed or self._failure is not None)
             if topic not in self._heard:
                 self._raise_if_ended()
             return self._heard[topic]
@@ -269,10 +269,17 @@ class ControlTree:
         Waits for the neighbours to leave as well, at most so many seconds: they may need this rank
         to pass on a last message.
         """
+        self.announce_end(seconds)
+        self.close()
+
+    def announce_end(self, seconds: float) -> None:
+        """Let the neighbours know that this process ends in order, and wait at most so many seconds.
+
+        Ends no wait of another thread: the caller ends the process.
+        """
         with self._changed:
             self._call(self._node.leave)
             self._changed.wait_for(lambda: self._left or self._closed, seconds)
-        self.close()
 
     def close(self) -> None:
         """Close the connections, and end all waiting. Without `leave` the others lose this rank."""
@@ -303,7 +310,7 @@ class ControlTree:
             sockets.start_below(address, Identity(parent_host, process))
         if self._await_parent(sockets, self._parent):
             return
-        error = self._failure or sockets.last_error or f"no answer within {CONNECT_SECONDS:g} s"
+        error = sockets.last_error or self._failure or f"no answer within {CONNECT_SECONDS:g} s"
         raise LighthouseError(
             f"rank {self._rank} of this group ({own.host}) cannot connect to rank {self._parent} "
             f"({parent_host}) at {address}: {error}; check that the hosts of a group reach each "
@@ -315,7 +322,7 @@ class ControlTree:
         """Wait for the first connection. Returns False if there is none."""
 
         def is_over() -> bool:
-            return sockets.is_connected(parent) or bool(self._failure) or self._closed
+            return sockets.is_connected(parent) or self._failure is not None or self._closed
 
         with self._changed:
             self._changed.wait_for(is_over, CONNECT_SECONDS)
@@ -345,7 +352,8 @@ class ControlTree:
                         self._add_callback(partial(hear, topic.removeprefix(prefix)))
             case Lose(rank, reason, host):
                 where = f" (on {host})" if host else ""
-                self._note_failure(f"rank {rank} of this group{where} is lost: {reason}")
+                lost = f"rank {rank} of this group{where} is lost: {reason}"
+                self._note_failure(RankLostError(lost))
                 self._losses.append((rank, host, reason))
                 for hear_loss in self._loss_listeners:
                     self._add_callback(partial(hear_loss, rank, host, reason))
@@ -353,8 +361,8 @@ class ControlTree:
                 self._left = True
         self._changed.notify_all()
 
-    def _note_failure(self, text: str) -> None:
-        self._failure = self._failure or text
+    def _note_failure(self, error: Exception) -> None:
+        self._failure = self._failure or error
 
     def _add_callback(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -381,13 +389,13 @@ class ControlTree:
     @property
     def _has_ended(self) -> bool:
         """True if no agreement is made any more."""
-        return self._closed or self._agreements_ended or bool(self._failure)
+        return self._closed or self._agreements_ended or self._failure is not None
 
     def _raise_if_ended(self) -> None:
         if self._closed or self._agreements_ended:
             raise LighthouseError("this group has left the job")
-        if self._failure:
-            raise ConnectionError(self._failure)
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)  # anew for each thread that waits
 
     # On the tree's thread, or on the caller's in a group of one rank; without the lock
 
@@ -410,5 +418,6 @@ class ControlTree:
     def _fail(self, error: Exception) -> None:
         """End all waiting after an unexpected error of the tree's thread."""
         with self._changed:
-            self._note_failure(f"the control tree failed on this rank: {first_line(error)}")
+            text = f"the control tree failed on this rank: {first_line(error)}"
+            self._note_failure(RuntimeError(text))
             self._changed.notify_all()

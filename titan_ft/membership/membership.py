@@ -238,7 +238,7 @@ class Membership:
         Raises:
             LighthouseError: the lighthouse did not answer for `seat.PROBE_SECONDS`.
             Leaving: the group was told to leave, and cannot reach the others anyway.
-            ConnectionError: a rank of this group is lost.
+            RankLostError: a rank of this group is lost.
             ReplacedError, ConfigMismatchError, ForeignMemberError: see `titan_ft.protocol.member.admit`.
         """
         assert self._pending is not None, "begin() comes before wait()"
@@ -251,11 +251,10 @@ class Membership:
 
         Raises:
             TimeoutError: not all ranks have voted within `VOTE_SECONDS`.
-            ConnectionError: a rank of this group is lost.
+            RankLostError: a rank of this group is lost.
             LighthouseError: this group has left.
         """
-        if not ok:
-            self._partition.before_no()
+        self._partition.before_vote(ok)
         with self.waiting():  # for a sibling whose exchange is not complete
             agreed = self._agree_on(step, ok)
         if agreed:

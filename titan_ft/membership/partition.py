@@ -85,6 +85,7 @@ class Partition:
         # A quorum's prefix, and whom this rank could not reach while its exchange waited.
         self._lost: tuple[str | None, list[str]] = (None, [])
         self._unreached: set[str] = set()  # at the last look
+        self._num_votes = 0
         self._good_looks = _GOOD_LOOKS  # that the next return from outside needs
         self._returned = -math.inf  # when this group came back from outside
 
@@ -123,9 +124,10 @@ class Partition:
 
     # 2. After a vote that failed
 
-    def before_no(self) -> None:
+    def before_vote(self, ok: bool) -> None:
         """Tell all ranks of the group, before the vote, that this one votes "no" because of a link."""
-        if self._lost[0] == self._rendezvous.prefix:
+        self._num_votes += 1
+        if not ok and self._lost[0] == self._rendezvous.prefix:
             self._control.say(self._lost_topic())
 
     def forget(self) -> None:
@@ -179,7 +181,8 @@ class Partition:
         return self._seat.reopen(own.reporting(step, lost))
 
     def _lost_topic(self) -> str:
-        return f"lost/{self._rendezvous.prefix}"
+        # A rank that looks late, after one vote, must not find what another rank says before the next one.
+        return f"lost/{self._num_votes}"
 
     # 4. Outside of the largest clique
 

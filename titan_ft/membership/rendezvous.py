@@ -92,6 +92,8 @@ class Rendezvous:
             self.key, self.prefix = key, f"titan_ft/{key}/{self._builds[key]}"
         prefix, rank = f"{self.prefix}/{self._group_rank}", members.index(own)
         host = find_host(members, self._group_rank, self._group_world_size)
+        if self._control.heard(_BROKEN + self.prefix) is not None:
+            return "broke on another rank of this group before it began here"
         try:
             self.step = step
             if len(members) > 1:

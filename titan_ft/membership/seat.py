@@ -263,6 +263,9 @@ class Seat:
         Raises:
             LighthouseError: the lighthouse did not answer for `PROBE_SECONDS`, or this group has left.
         """
+        if not self._names:
+            # The first reply lets each rank build a process group, for which the other groups wait a short time only.
+            self._control.rank0_decides((), lambda _: "all ranks are here")
         announced = self._control.rank0_announces(lambda: self._ask_for_all(step, failures, is_outdated))
         answer = json.loads(announced.text)
         if isinstance(answer, str):

@@ -53,6 +53,12 @@ class RankSilentError(ReplicaError):
     """Other ranks of this group fell silent: their hosts are stopped, frozen or cut off."""
 
 
+class RankLostError(ReplicaError):
+    """Another rank of this group has ended, or cannot be reached. Its end is the cause, and this one follows."""
+
+    network = True
+
+
 class NonFiniteError(ReplicaError):
     """The gradients of this group are not finite again and again, and those of others are."""
 

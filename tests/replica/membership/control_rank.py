@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft.membership.control_tree import ControlTree
+from titan_ft.protocol.errors import RankLostError
 from titan_ft.system.process import Process
 
 
@@ -65,7 +66,7 @@ def main(folder: str, *numbers: str, where: str) -> None:
         while True:
             tree.rank0_decides([], lambda _: "go")
             time.sleep(0.01)
-    except ConnectionError as error:
+    except RankLostError as error:
         print(f"{time.monotonic():.6f} {error}", flush=True)
     tree.close()
 

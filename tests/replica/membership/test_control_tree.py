@@ -20,7 +20,7 @@ from tests.replica.membership.control_group import (
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.protocol.control.link import GRACE_SECONDS
 from titan_ft.protocol.control.node import Answer, Lose, Node
-from titan_ft.protocol.errors import LighthouseError
+from titan_ft.protocol.errors import LighthouseError, RankLostError
 
 # Agreements
 
@@ -100,7 +100,7 @@ def test_a_decision_that_has_come_counts_although_a_rank_is_lost() -> None:
             tree._take(Answer(1, "decided"))
             tree._take(Lose(0, "its process has ended", "node-0"))
         assert waits[0].result(DEADLINE) == "decided"
-        with pytest.raises(ConnectionError, match=r"rank 0 of this group \(on node-0\) is lost: its process"):
+        with pytest.raises(RankLostError, match=r"rank 0 of this group \(on node-0\) is lost: its process"):
             tree.rank0_decides([], join_words)
 
 
@@ -187,7 +187,7 @@ def test_what_ends_the_wait_for_a_topic(monkeypatch: pytest.MonkeyPatch) -> None
         group.trees[1].close()
         with pytest.raises(LighthouseError, match="left the job"):
             waits[1].result(DEADLINE)
-        with pytest.raises(ConnectionError, match=r"rank 1 of this group .on node-1. is lost"):
+        with pytest.raises(RankLostError, match=r"rank 1 of this group .on node-1. is lost"):
             waits[2].result(DEADLINE)
 
 
@@ -278,11 +278,11 @@ def test_a_link_that_is_cut_for_longer_is_a_loss() -> None:
         waits = group.agree(4)
         store.relays[1].close()
         for rank, wait in enumerate(waits):
-            with pytest.raises(ConnectionError, match=r"rank [134] of this group .on node-[134]. is lost"):
+            with pytest.raises(RankLostError, match=r"rank [134] of this group .on node-[134]. is lost"):
                 wait.result(DEADLINE)
-            with pytest.raises(ConnectionError):
+            with pytest.raises(RankLostError):
                 group.trees[rank].pause(DEADLINE)
-        with pytest.raises(ConnectionError, match=r"rank 1 of this group .on node-1. is lost"):
+        with pytest.raises(RankLostError, match=r"rank 1 of this group .on node-1. is lost"):
             group.trees[4].rank0_decides([], join_words)
         wait_until(lambda: {3, 4} <= set(group.losses[0]), "rank 0 has heard of both")
         assert group.losses[4] == [1]
@@ -296,10 +296,10 @@ def test_a_bug_in_the_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     with ControlGroup(3) as group:
         monkeypatch.setattr(Node, "receive", lambda *_: 1 / 0)
         waits = group.agree()
-        with pytest.raises(ConnectionError, match="failed on this rank: ZeroDivisionError"):
+        with pytest.raises(RuntimeError, match="failed on this rank: ZeroDivisionError"):
             waits[0].result(DEADLINE)
         for wait in waits[1:]:
-            with pytest.raises(ConnectionError):
+            with pytest.raises(RuntimeError):
                 wait.result(DEADLINE)
 
 

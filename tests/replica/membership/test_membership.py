@@ -22,7 +22,12 @@ from tests.replica.conftest import FakeProbe
 from titan_ft.membership import rendezvous
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.seat import Reply
-from titan_ft.protocol.errors import ConfigMismatchError, ForeignMemberError, LighthouseError, ReplacedError
+from titan_ft.protocol.errors import (
+    ConfigMismatchError,
+    ForeignMemberError,
+    LighthouseError,
+    ReplacedError,
+)
 from titan_ft.protocol.member import Member
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug

@@ -256,6 +256,17 @@ def test_a_link_that_one_rank_has_lost_is_known_to_its_group_after_the_vote(seat
     assert [rank._partition.must_report(1) for rank in ranks] == [True, True]
 
 
+def test_a_rank_that_looks_late_does_not_hear_of_the_next_vote(seats: Any) -> None:
+    """A sibling may find a dead link and say so before its next vote: then only that vote's result counts."""
+    ranks = seats.take_group(0)
+    seats.meet(*ranks)
+    seats.together(lambda: ranks[0].vote(0, True), lambda: ranks[1].vote(0, False))
+    ranks[1]._partition._lost = ranks[1]._rendezvous.prefix, []
+    ranks[1]._partition.before_vote(ok=False)
+    ranks[1]._control.settle("said", "it")  # what was said before is known as well
+    assert not ranks[0]._partition.must_report(1)
+
+
 def test_a_link_that_flickers(network: Network, start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """A group whose link passes each look and fails each exchange comes back more and more seldom."""
     groups = [start(slot) for slot in range(3)]

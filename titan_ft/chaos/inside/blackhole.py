@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # <asm-generic/socket.h>; Python's socket module has neither
 _LISTEN = 0x0A  # <net/tcp_states.h>
+_LOOKS = 5  # at a new socket, until it is left alone for good
 # <linux/filter.h>: BPF_LD|BPF_W|BPF_ABS of the random number, BPF_JMP|BPF_JGE|BPF_K, BPF_RET|BPF_K
 _LOAD, _JUMP_IF_AT_LEAST, _RETURN = 0x20, 0x35, 0x06
 _RANDOM = 0xFFFFF000 + 56
@@ -59,13 +61,14 @@ class Blackhole:
 
     Args:
         loss: probability that a packet is lost; 1 = all of them.
-        choose: says which sockets; asked once about each, when it is new.
+        choose: says which sockets; asked about each while it is new.
     """
 
     def __init__(self, loss: float, choose: Choice) -> None:
         self._program, self._choose = _drop_program(loss), choose
         self._filtered: set[int] = set()  # inodes, as below
         self._judged: set[int] = set()  # all that need no further look: also those left alone, and no TCP at all
+        self._looks: Counter[int] = Counter()  # in which a socket was not chosen
         self._lifted = False
         self._lock = threading.Lock()
 
@@ -121,7 +124,11 @@ class Blackhole:
                 if not _is_tcp(fd, inode):
                     self._judged.add(inode)
             elif inode not in chosen:
-                self._judged.add(inode)
+                # The table may have passed over the other end of its connection.
+                self._looks[inode] += 1
+                if self._looks[inode] == _LOOKS:
+                    del self._looks[inode]
+                    self._judged.add(inode)
             elif _set_option(fd, inode, _SO_ATTACH_FILTER, self._program):
                 self._judged.add(inode)
                 self._filtered.add(inode)
@@ -150,7 +157,8 @@ def connections_here() -> list[Connection]:
     # Linux gives the table a page at a time, and finds its place again by a bucket and a position in the bucket. If
     # another connection of that bucket closes between two pages, the next one is passed over: with a table of 16
     # buckets, 2 to 4 reads of 100 missed a connection that was open all the time. A connection to a group that is
-    # passed over would be taken for one that keeps its packets, for good. So the table is read twice.
+    # passed over would be taken for one that keeps its packets. So the table is read twice. Beside a process that opens
+    # and closes a thousand connections that is not enough: see `_LOOKS`.
     found = {connection: None for _ in range(2) for connection in _read_table()}
     return list(found)
 

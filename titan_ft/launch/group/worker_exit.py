@@ -11,6 +11,7 @@ from pathlib import Path
 
 from titan_ft.launch.group.own_end import EARLY_END, kind_of_end
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
+from titan_ft.protocol.errors import RankLostError
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import WorkerExited
 from titan_ft.system.process import node_name
@@ -41,6 +42,11 @@ class WorkerExit:
     def is_early(self) -> bool:
         """Whether it ended with status 0 while it trained: neither was the last step made, nor did it leave."""
         return self.code == 0 and self.error is not None
+
+    @property
+    def follows(self) -> bool:
+        """True if it ended because another rank of its group was lost."""
+        return self.error is not None and self.error.type_name == RankLostError.__name__
 
     def describe(self) -> str:
         """Say it in words, such as "rank 1 was killed by SIGKILL"."""
@@ -92,13 +98,16 @@ def root_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
 
     A SIGABRT and an exit status without an exception (0 of an early end, too) may follow from a lost peer, for Gloo and
     NCCL abort the process. So an exception that does not go by itself comes before them. A connection error comes after
-    them: it is what the peers of a rank end with that has aborted.
+    them: it is what the peers of a rank end with that has aborted. A rank that reports another one as lost comes last,
+    whatever the clocks of the two hosts say.
     """
-    errors = [exit.error for exit in exits if exit.error is not None and not exit.is_early]
+    errors = [exit.error for exit in exits if exit.error is not None and not (exit.is_early or exit.follows)]
     earliest = min(errors, key=lambda error: error.time, default=None)
     is_explained = earliest is not None and not earliest.transient
 
     def place(exit: WorkerExit) -> int:
+        if exit.follows:
+            return 4
         if exit.code < 0 and exit.code != -signal.SIGABRT:
             return 0
         if exit.error is not None and not exit.is_early:

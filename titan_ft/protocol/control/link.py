@@ -17,6 +17,10 @@ from titan_ft.protocol.control.message import Frame, Message, encode
 GRACE_SECONDS = 1.0
 """A closed connection may be made again for this time. Then the neighbour is lost."""
 
+START_SECONDS = 10.0
+"""The same before the first connection. Of thousands of links that are made at once, some lose their
+first packets."""
+
 RETRY_SECONDS = 0.05
 """From one attempt to connect until the next one."""
 
@@ -49,6 +53,7 @@ class TreeLink:
     def __init__(self, peer: int, dials: bool) -> None:
         self.peer, self.host = peer, ""
         self.connected = self.peer_left = self.ended = self.is_dialing = False
+        self._has_met = False  # a connection was there
         self.deadline = self.next_dial = math.inf
         self._dials = dials
         self._dialed_at = -math.inf
@@ -66,7 +71,6 @@ class TreeLink:
     @property
     def grace_end(self) -> float:
         """Time at which the neighbour is lost; math.inf = it is not to be given up.
-
         A connection, or an attempt to make one, must end first. A parent that is frozen, or that
         holds Python's lock for seconds, accepts a connection and answers late.
         """
@@ -85,6 +89,7 @@ class TreeLink:
         up closes each connection at once, and sends no frame.
         """
         self.host, self.connected, self.next_dial, self.is_dialing = host, True, math.inf, False
+        self._has_met = True
         if not self._kept:
             return [self._encode(0, None)]
         return [self._encode(number, message) for number, message in self._kept]
@@ -92,7 +97,8 @@ class TreeLink:
     def disconnect(self, now: float) -> None:
         """End a connection or an attempt to connect. The grace runs from the first end."""
         self.connected = self.is_dialing = False
-        self.deadline = min(self.deadline, now + GRACE_SECONDS)
+        grace = GRACE_SECONDS if self._has_met else START_SECONDS
+        self.deadline = min(self.deadline, now + grace)
         if self._dials:
             self.next_dial = max(now, self._dialed_at + RETRY_SECONDS)
 

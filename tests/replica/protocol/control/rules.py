@@ -18,6 +18,9 @@ from titan_ft.protocol.control.tree import find_depth
 GRACE_SECONDS = 1.0
 """As the promise has it, not as the code has it."""
 
+START_SECONDS = 10.0
+"""The same before the first connection."""
+
 MIN_RETRY_SECONDS = 0.03
 
 _LATE_SECONDS = 0.02  # that the hosts' ticks and acts add
@@ -120,7 +123,7 @@ class Rules:
         """An attempt to connect to a dead parent fails. The grace runs from the first failure."""
         if (child, parent) not in self._connected:
             self._connected.add((child, parent))
-            self.on_fault(end + GRACE_SECONDS)
+            self.on_fault(end + START_SECONDS)
 
     def on_connected(self, now: float, rank: int, peer: int) -> None:
         """An end of a connection can send. At the first one, a rank hears what came before."""

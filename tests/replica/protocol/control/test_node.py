@@ -23,6 +23,7 @@ from titan_ft.protocol.control.link import (
     GRACE_SECONDS,
     MAX_BAD_FRAMES,
     RETRY_SECONDS,
+    START_SECONDS,
 )
 from titan_ft.protocol.control.message import (
     MAX_BYTES,
@@ -240,8 +241,8 @@ def test_a_parent_that_does_not_come_back_is_lost() -> None:
             break
         dials += 1
     assert [type(action) for action in actions] == [Close, Lose]
-    assert now == 5.0 + GRACE_SECONDS
-    assert dials == pytest.approx(GRACE_SECONDS / RETRY_SECONDS, abs=1)
+    assert now == 5.0 + START_SECONDS
+    assert dials == pytest.approx(START_SECONDS / RETRY_SECONDS, abs=1)
     assert node.next_tick == math.inf
     assert node.connected(0, now) == [Close(0)]
     assert node.say("after", "", now) == []
