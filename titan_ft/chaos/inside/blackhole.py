@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # <asm-generic/socket.h>; Python's socket module has neither
 _LISTEN = 0x0A  # <net/tcp_states.h>
-_LOOKS = 5  # at a new socket, until it is left alone for good
+_LOOKS = 12  # at a new socket, until it is left alone for good: 20 s
+_FIRST_PAUSE_SECONDS = 0.005  # between two looks at a socket; doubles
 # <linux/filter.h>: BPF_LD|BPF_W|BPF_ABS of the random number, BPF_JMP|BPF_JGE|BPF_K, BPF_RET|BPF_K
 _LOAD, _JUMP_IF_AT_LEAST, _RETURN = 0x20, 0x35, 0x06
 _RANDOM = 0xFFFFF000 + 56
@@ -69,13 +71,15 @@ class Blackhole:
         self._filtered: set[int] = set()  # inodes, as below
         self._judged: set[int] = set()  # all that need no further look: also those left alone, and no TCP at all
         self._looks: Counter[int] = Counter()  # in which a socket was not chosen
+        self._next_look: dict[int, float] = {}  # monotonic seconds, by inode
         self._lifted = False
         self._lock = threading.Lock()
 
     def extend(self) -> int:
         """Take in the sockets that are new; returns the number of sockets that lose packets now."""
         with self._lock:
-            new = [(fd, inode) for fd, inode in own_sockets() if inode not in self._judged]
+            now = time.monotonic()
+            new = [(fd, inode) for fd, inode in own_sockets() if self._is_due(inode, now)]
             # A thread may call this after `lift`: nobody would remove a filter that was attached then.
             if new and not self._lifted:
                 self._take(new)
@@ -115,6 +119,9 @@ class Blackhole:
                     _set_option(fd, inode, _SO_DETACH_FILTER, struct.pack("i", 0))
             self._filtered.clear()
 
+    def _is_due(self, inode: int, now: float) -> bool:
+        return inode not in self._judged and now >= self._next_look.get(inode, now)
+
     def _take(self, new: Collection[tuple[int, int]]) -> None:
         connections = {connection.inode: connection for connection in connections_here()}
         chosen = self._choose(connections.values())
@@ -125,9 +132,9 @@ class Blackhole:
                     self._judged.add(inode)
             elif inode not in chosen:
                 # The table may have passed over the other end of its connection.
+                self._next_look[inode] = time.monotonic() + _FIRST_PAUSE_SECONDS * 2 ** self._looks[inode]
                 self._looks[inode] += 1
                 if self._looks[inode] == _LOOKS:
-                    del self._looks[inode]
                     self._judged.add(inode)
             elif _set_option(fd, inode, _SO_ATTACH_FILTER, self._program):
                 self._judged.add(inode)
