@@ -455,6 +455,7 @@ class Membership:
         former_id, former_names, former = self._former
         asked = math.inf
         restarted, earlier, most = False, self._former[:2], _REUNION_ASKS
+        waited_for_unknown = False
         for again in itertools.count():
             # Failures give the quorum a new id: reported once, so that another new id shows others' failures.
             reply = self._seat.request(step, 0 if again else failures, self._await_others)
@@ -472,7 +473,8 @@ class Membership:
             if reply.moved:
                 restarted, most = True, _FOLLOW_ASKS
             lack, lacking = self._look_for_others(there, missing)
-            restarted |= lack is _Lack.UNKNOWN
+            if lack is _Lack.UNKNOWN:
+                restarted = waited_for_unknown = True
             # A member that knows of no restart goes on to its exchange, which fails as long as this group waits here.
             another_broke = names == earlier[1] and reply.quorum_id > earlier[0]
             may_come = restarted and (bool(missing) or lack is _Lack.UNKNOWN)
@@ -483,7 +485,8 @@ class Membership:
                 logger.warning("waiting for groups %s, which the quorum lacks", lacking or missing)
             time.sleep(_REUNION_PAUSE_SECONDS)
         self._former = reply.quorum_id, names, admission
-        self._has_met |= restarted or len(admission.members) > 1
+        # Not after each restart: a newcomer may have met nobody there, and hear of an offer later.
+        self._has_met |= waited_for_unknown or len(admission.members) > 1
         return reply, admission, asked
 
     def _await_others(self, names: Sequence[str]) -> bool:
@@ -530,22 +533,30 @@ class Membership:
         def decide() -> str:
             beat = self._config.heartbeat_timeout_ms / 1000
             status = self._page.read(beat)
+            expected = set(missing) or self._find_awaited_donors(there)
             if status is None:
-                return _Lack.NOTHING
+                # Without rounds of several steps, nobody waits for a page that does not come: a death would cost more.
+                return _name(_Lack.UNKNOWN, expected if self._strategy.is_long else ())
             known = {member.slot for member in members_of_job(self.member, status.heartbeats)}
-            # The training thread notes donors while a request is under way, on each rank at a time of its own.
-            donors = () if self._has_met or not self._strategy.is_long else self._donors
-            expected = missing or (() if set(donors) & set(there) else donors)
-            if unknown := sorted({*expected} - known):
-                return " ".join([_Lack.UNKNOWN, *map(str, unknown)])
+            if not known.issuperset(expected):
+                return _name(_Lack.UNKNOWN, expected - known)
             if not self._strategy.is_long:
                 return _Lack.NOTHING
             living = {member.slot for member in find_living(self.member, status, beat)}
-            outside = sorted(living.difference(there))
-            return " ".join([_Lack.LIVING, *map(str, outside)]) if outside else _Lack.NOTHING
+            return _name(_Lack.LIVING, living.difference(there))
 
         kind, *slots = self._control.rank0_announces(decide).text.split()
         return _Lack(kind), [int(slot) for slot in slots]
+
+    def _find_awaited_donors(self, there: Collection[int]) -> set[int]:
+        """Return the groups that a newcomer waits for (see `expect`); none if one of them has asked. Rank 0.
+
+        The training thread notes donors while a request is under way, on each rank at a time of its own.
+        """
+        if self._has_met or not self._strategy.is_long:
+            return set()
+        donors = set(self._donors)
+        return set() if donors.intersection(there) else donors
 
     def _report_strangers(self, admission: Admission) -> None:
         """Report each stranger once, on one rank of the group."""
@@ -608,3 +619,10 @@ class Membership:
         """Break off the exchange under way because a member has done so; the next quorum shows which."""
         self._rendezvous.abort(self._looked_at)
         logger.warning("a group of this exchange asks for the next quorum already: the exchange is broken off here too")
+
+
+def _name(lack: _Lack, slots: Collection[int]) -> str:
+    """Return a text that names what is lacking, and the groups; nothing lacks without a group."""
+    if not slots:
+        return _Lack.NOTHING
+    return " ".join([lack, *map(str, sorted(slots))])

@@ -17,27 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.control_ranks import FolderStore
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.protocol.errors import RankLostError
 from titan_ft.system.process import Process
-
-
-class FolderStore:
-    """Stands for a group's TCPStore."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def set(self, key: str, value: str) -> None:
-        path = self._folder / key.replace("/", "-")
-        path.with_suffix(".new").write_text(value)
-        path.with_suffix(".new").rename(path)
-
-    def get(self, key: str) -> bytes:
-        path = self._folder / key.replace("/", "-")
-        while not path.exists():
-            time.sleep(0.01)
-        return path.read_bytes()
 
 
 def main(folder: str, *numbers: str, where: str) -> None:

@@ -69,8 +69,14 @@ class TreeLink:
         return len(self._kept)
 
     @property
+    def grace_seconds(self) -> float:
+        """Time for which the neighbour may be without a connection."""
+        return GRACE_SECONDS if self._has_met else START_SECONDS
+
+    @property
     def grace_end(self) -> float:
         """Time at which the neighbour is lost; math.inf = it is not to be given up.
+
         A connection, or an attempt to make one, must end first. A parent that is frozen, or that
         holds Python's lock for seconds, accepts a connection and answers late.
         """
@@ -97,8 +103,7 @@ class TreeLink:
     def disconnect(self, now: float) -> None:
         """End a connection or an attempt to connect. The grace runs from the first end."""
         self.connected = self.is_dialing = False
-        grace = GRACE_SECONDS if self._has_met else START_SECONDS
-        self.deadline = min(self.deadline, now + grace)
+        self.deadline = min(self.deadline, now + self.grace_seconds)
         if self._dials:
             self.next_dial = max(now, self._dialed_at + RETRY_SECONDS)
 

@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from titan_ft.protocol.control.link import GRACE_SECONDS, TreeLink
+from titan_ft.protocol.control.link import TreeLink
 from titan_ft.protocol.control.message import (
     AnswerMessage,
     LeaveMessage,
@@ -166,7 +166,7 @@ class Node:
         """Do what is due."""
         for link in self._links.values():
             if now >= link.grace_end:
-                grace = f"{GRACE_SECONDS:g} s"
+                grace = f"{link.grace_seconds:g} s"
                 closed = f"its connection to rank {self._rank} closed and did not come back in {grace}"
                 self._give_up(link, closed)
             elif now >= link.next_dial:
