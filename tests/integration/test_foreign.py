@@ -104,4 +104,4 @@ def test_a_claim_of_an_impossible_step(make_job: Callable[..., Job], come: Calla
     assert {(tuple(event["participants"]), event["exchanges"]) for event in committed} == {((0, 1), 1)}
     assert not named(events, "exchange_failed", "heal_started", "digest_mismatch")
     assert any(len(ids) == 3 for ids in stranger.quorums), "the stranger was in no quorum with the groups"
-    check_named(job, STOCK, "not a titan_ft replica group", {0, 1})
+    check_named(job, STOCK, "its name has no valid seal", {0, 1})

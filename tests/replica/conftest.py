@@ -221,6 +221,9 @@ class MortalLighthouse:
         return f"http://127.0.0.1:{self._port}"
 
 
+TOKEN = "token of the run"
+
+
 class FakeProbe(Probe):
     """Knows without a network which peers cannot be reached."""
 
@@ -298,6 +301,7 @@ class Seats:
             "control": self._trees.connect(rank, world_size, self.stores[slot].port),
             "config_digest": "c0ffee",
             "address": f"127.0.0.1:{9000 + 10 * slot + rank}",
+            "token": TOKEN,
             "events": RecordedEvents(),
             "probe": FakeProbe(),
             "leave_requested": lambda: False,

@@ -466,7 +466,7 @@ def newest_group_is_right(patch: Patch) -> None:
     """The newest group decides which shape is right."""
 
     def admit(former: Callable[..., Any], own: member.Member, replica_ids: Any) -> Any:
-        groups = member.known_members(replica_ids)
+        groups = member.known_members(replica_ids, own.token)
         newest = max(groups, key=lambda one: one.age)
         alike = [one for one in groups if member._kind(one) == member._kind(newest)]
         member._check_kind(own, newest, alike)

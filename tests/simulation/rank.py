@@ -328,6 +328,7 @@ class Rank:
             control=control,
             config_digest="c0ffee",
             address=address,
+            token="token",
             events=events,
             shape=f"{world.options.ranks}r;layout={sum(10 * size for size in self.shapes[1:]):012x}",
             probe=Probe("token", address, self.number),

@@ -121,11 +121,12 @@ class OfferSearch:
         num_asked = self._num_asked or len(slots)
         for start in range(0, len(slots), max(1, num_asked)):
             some = slots[start : start + num_asked]
-            offer = ask_all({slot: partial(_find_address, peers[slot]) for slot in some}, self._token, least_step)
+            addresses = {slot: partial(_find_address, peers[slot], self._token) for slot in some}
+            offer = ask_all(addresses, self._token, least_step)
             if offer.slots:
                 return offer
         return NO_OFFER
 
 
-def _find_address(peer: Peer) -> str:
-    return peer.address or look_up(peer, 0)
+def _find_address(peer: Peer, token: str) -> str:
+    return peer.address or look_up(peer, 0, token)

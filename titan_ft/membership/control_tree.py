@@ -25,6 +25,7 @@ from titan_ft.protocol.control.tree import FAN_OUT, find_children, find_parent
 from titan_ft.protocol.errors import LighthouseError, RankLostError, first_line
 from titan_ft.system.address import join_address
 from titan_ft.system.process import Process, node_name
+from titan_ft.system.seal import UnsealedError, add_seal, remove_seal
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
@@ -122,7 +123,7 @@ class ControlTree:
             on_failure=self._fail,
         )
         try:
-            self._connect(self._sockets, store, key, own)
+            self._connect(self._sockets, store, key, token, own)
         except BaseException:
             self.close()
             raise
@@ -291,20 +292,26 @@ class ControlTree:
 
     # Start
 
-    def _connect(self, sockets: ControlSockets, store: TCPStore, key: str, own: Identity) -> None:
+    def _connect(self, sockets: ControlSockets, store: TCPStore, key: str, token: str, own: Identity) -> None:
         """Publish this rank's address, and connect to the parent.
 
         Raises:
-            LighthouseError: the parent cannot be reached.
+            LighthouseError: the parent cannot be reached, or its address is not of this run.
         """
         if sockets.address is not None:  # a rank without children does not listen
             address = join_address(*sockets.address)
-            store.set(f"{key}/{self._rank}", f"{address} {own.process} {own.host}")
+            own_key = f"{key}/{self._rank}"
+            store.set(own_key, add_seal(token, own_key, f"{address} {own.process} {own.host}"))
         if self._parent is None:
             with self._changed:
                 sockets.start()
             return
-        found = store.get(f"{key}/{self._parent}").decode()  # waits until it is there
+        parent_key = f"{key}/{self._parent}"
+        sealed = store.get(parent_key).decode(errors="replace")  # waits until it is there
+        try:
+            found = remove_seal(token, parent_key, sealed)
+        except UnsealedError as unsealed:
+            raise LighthouseError(f"rank {self._rank} of this group ({own.host}): {unsealed}") from unsealed
         address, process, parent_host = found.split(" ", 2)
         with self._changed:
             sockets.start_below(address, Identity(parent_host, process))

@@ -49,12 +49,13 @@ from titan_ft.membership.pulse import (
 )
 from titan_ft.membership.rendezvous import Rendezvous
 from titan_ft.membership.seat import Reply, Seat
-from titan_ft.protocol.member import Admission, Member, Quorum, admit, members_of_job
+from titan_ft.protocol.member import Admission, Member, Quorum, admit, known_members, members_of_job
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.events import ForeignMember, Joined, LeftOut, LighthouseMoved, PeerSilent
 from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
 from titan_ft.system.address import join_address
+from titan_ft.system.text import printable
 from titan_ft.system.threads import call_for_each
 from titan_ft.transfer.reach import Peer, Probe, look_up
 
@@ -75,6 +76,7 @@ _OFTEN = 4
 # Pause between two looks of a lone group at the page, for groups that ask: the longer one of these two.
 _LOOK_TIMEOUTS = 0.1  # heartbeat timeouts
 _LOOK_SHARE = 0.02  # of a step
+_NAME_LETTERS = 500  # of a stranger's name that are reported; it may have four million
 _CONNECTING_TIMES_IN_RESERVE = 2  # admit a joiner only if this many times of the last connecting remain in the step
 
 
@@ -100,6 +102,7 @@ class Membership:
         control: tree of the group's ranks.
         config_digest: hex hash of the settings that must be equal in all groups.
         address: host:port of this rank's state server.
+        token: the run's shared secret.
         leave_requested: says whether this rank was.
         shape: what else must be equal in all groups (see `titan_ft.protocol.shape`).
     """
@@ -117,12 +120,14 @@ class Membership:
         control: ControlTree,
         config_digest: str,
         address: str,
+        token: str,
         events: EventLog,
         probe: Probe,
         leave_requested: Callable[[], bool],
         shape: str = "",
     ) -> None:
         self._config, self._group_rank, self._events, self._probe = config, group_rank, events, probe
+        self._token = token
         self._strategy = strategy_of(config)
         # Agrees on quorums, by the quorum thread, and on the votes between them, by the training thread.
         self._control = control
@@ -134,11 +139,21 @@ class Membership:
             store=TCPStore(*store, is_master=False, wait_for_workers=False),
             control=control,
             address=address,
+            token=token,
             on_move=lambda former, address, job: events.emit(LighthouseMoved(address=address, former=former, job=job)),
         )
         where = join_address(host, store[1])  # of the store: on rank 0's host
         self._seat.enter(
-            lambda: Member(config.replica_id, time.time(), uuid.uuid4().hex, config_digest, config.job_id, where, shape)
+            lambda: Member(
+                config.replica_id,
+                time.time(),
+                uuid.uuid4().hex,
+                config_digest,
+                config.job_id,
+                where,
+                shape,
+                token=token,
+            )
         )
         self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
         self._pending: Future[Quorum] | None = None
@@ -150,7 +165,7 @@ class Membership:
         self._former: tuple[int, Sequence[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
         self._has_met = False  # other groups in a quorum, or waited in vain for those in `_donors`
         self._donors: tuple[int, ...] = ()  # slots of the groups that offered the state which this group fetches
-        self._reported: set[str] = set()  # strangers
+        self._reported: set[str] = set()  # reasons why names were set aside
         self._counterparts: dict[int, Peer] = {}  # of this rank in the last quorum, by slot
         self._failures = 0  # votes in a row that failed
         self._closed = False
@@ -351,7 +366,7 @@ class Membership:
 
         def find(slot: int) -> str:
             with contextlib.suppress(KeyError, OSError, RuntimeError):
-                return peers[slot].address or look_up(peers[slot], self._group_rank)
+                return peers[slot].address or look_up(peers[slot], self._group_rank, self._token)
             return ""
 
         addresses = call_for_each(find, slots, "titan_ft_addresses", len(slots))
@@ -559,12 +574,19 @@ class Membership:
         return set() if donors.intersection(there) else donors
 
     def _report_strangers(self, admission: Admission) -> None:
-        """Report each stranger once, on one rank of the group."""
-        for name in admission.strangers.keys() - self._reported if self._group_rank == 0 else ():
-            self._reported.add(name)
-            reason = admission.strangers[name]
-            logger.warning("left aside at the lighthouse: member %r, because %s", name, reason)
-            self._events.emit(ForeignMember(member=name, reason=reason))
+        """Report one stranger for each reason, once, on one rank of the group.
+
+        A stranger may come under a new name each time. One line for each name would fill the disk.
+        """
+        if self._group_rank != 0:
+            return
+        for name, reason in admission.strangers.items():
+            if reason in self._reported:
+                continue
+            self._reported.add(reason)
+            shown = printable(name, _NAME_LETTERS)
+            logger.warning("left aside at the lighthouse: member %r, because %s", shown, reason)
+            self._events.emit(ForeignMember(member=shown, reason=reason))
 
     # Members that fall silent, or go on without this group
 
@@ -603,7 +625,7 @@ class Membership:
     def _leave_silent(self, silent: dict[str, float]) -> None:
         """Break off the exchange under way because members of it are silent."""
         self._rendezvous.abort(self._looked_at)  # first: the event's disk may be full
-        slots = sorted(Member.parse(name).slot for name in silent)
+        slots = sorted(member.slot for member in known_members(silent, self._token))
         logger.warning(
             "no heartbeat from groups %s for %.1f s: the exchange is broken off", slots, max(silent.values())
         )

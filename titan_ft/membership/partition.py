@@ -298,7 +298,7 @@ class Partition:
             # A process that has just changed its name is there twice.
             youngest: dict[str, float] = {}
             for name, seconds in page.heartbeats.items():
-                for member in known_members([name]):
+                for member in known_members([name], self._seat.member.token):
                     youngest[member.unique] = min(seconds, youngest.get(member.unique, seconds))
             living |= {unique for unique in open_ if youngest.get(unique, now) < now - began}
             # Not those that are not listed: a lighthouse that was started again has yet to hear of them.

@@ -65,8 +65,14 @@ class Status:
     def parse(cls, page: str) -> Status:
         """Read the page."""
         asking = _ASKING.search(page)
+        heartbeats: dict[str, float] = {}
+        for escaped, seconds in _HEARTBEAT.findall(page):
+            name = html.unescape(escaped)
+            # A name may have line feeds in it, and so hold a line about another group. The lighthouse's own line about
+            # a group that lives is the youngest.
+            heartbeats[name] = min(float(seconds), heartbeats.get(name, math.inf))
         return cls(
-            {html.unescape(name): float(seconds) for name, seconds in _HEARTBEAT.findall(page)},
+            heartbeats,
             tuple(html.unescape(name) for name in _MEMBER.findall(page)),
             int(asking.group(1)) if asking else 0,
         )
@@ -214,7 +220,7 @@ class Pulse(Watch):
         if status is None:
             return None  # nothing is known, the exchange has its timeout
         own = self._own()
-        if slots := find_successors(own, known_members(members), status.quorum):
+        if slots := find_successors(own, known_members(members, own.token), status.quorum):
             return partial(self._on_left_out, slots)
         if silent := self._find_silent(own, members, status.heartbeats):
             return partial(self._on_silence, silent)

@@ -37,6 +37,7 @@ from titan_ft.protocol.member import Member
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.lighthouse import LighthouseAddress, Place
 from titan_ft.system.address import split_address
+from titan_ft.system.seal import add_seal
 from titan_ft.system.threads import call_aside
 from titan_ft.transfer.reach import address_key
 
@@ -106,6 +107,7 @@ class Seat:
         store: the group's.
         control: tree of the group's ranks.
         address: host:port of this rank's state server.
+        token: the run's shared secret.
         on_move: called on rank 0 after a move, with the former url, the new url and the Slurm job id of the new
             lighthouse.
 
@@ -125,10 +127,12 @@ class Seat:
         store: TCPStore,
         control: ControlTree,
         address: str,
+        token: str,
         on_move: Callable[[str, str, str], None],
     ) -> None:
         self._config, self._lighthouse = config, lighthouse
         self._group_rank, self._store, self._control, self._address = group_rank, store, control, address
+        self._token = token
         self._client: Any = None  # on rank 0, as its server
         self._server: Any = None
         self._names: Sequence[str] = ()  # of the last reply
@@ -235,8 +239,9 @@ class Seat:
 
     def take(self, name: str) -> None:
         """Take the seat that rank 0 has opened under this name."""
-        self.member = Member.parse(name)
-        self._store.set(address_key(self.member.unique, self._group_rank), self._address)
+        self.member = Member.parse(name, self._token)
+        key = address_key(self.member.unique, self._group_rank)
+        self._store.set(key, add_seal(self._token, key, self._address))
 
     def leave(self) -> None:
         """Stop this rank's server, and with it the heartbeats; another seat may be opened later."""

@@ -6,6 +6,9 @@ A lighthouse admits every process that asks, and believes the step that it claim
 out of the reply by their names: the same job, the same config, the newest process of each slot. All members read the
 same reply, even if they cannot reach each other: so a name also lists whom its group cannot reach, and each member
 computes the same largest set of groups that all reach each other.
+
+A name ends with a seal, which only a process with the run's token can make. A name with another seal, or without one,
+is set aside: it may claim any age, job and slot, and could otherwise end every group.
 """
 
 from __future__ import annotations
@@ -19,12 +22,18 @@ from typing import TypeAlias
 
 from titan_ft.protocol.errors import ConfigMismatchError, ForeignMemberError, ReplacedError
 from titan_ft.protocol.shape import Difference, shape_differences
+from titan_ft.system.seal import is_seal, seal
 
 Process: TypeAlias = tuple[int, float]
 """A replica group's process: its slot, and when it began, in Unix seconds. What it is called may change."""
 
 _ID_SEPARATOR = "/"
 _SHORT = 8  # characters of a process's unique name that a report gives
+_PURPOSE = "member"  # of a name's seal
+UNSEALED = (
+    "its name has no valid seal: it is a stranger's, or it has another TITAN_FT_TOKEN or another version of titan_ft"
+)
+"""Why a name is set aside without a look at what it says. It is one reason for all such names."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Member:
         shape: what else must be equal (see `titan_ft.protocol.shape`).
         edition: how often this process has changed its name.
         report: whom the group cannot reach; None = it has nothing to report.
+        token: the run's shared secret, which seals the name. It is no part of the name.
     """
 
     slot: int
@@ -65,30 +75,35 @@ class Member:
     shape: str = ""
     edition: int = 0
     report: LostLinks | None = None
+    token: str = field(default="", compare=False, repr=False)  # a log line must not show it
 
-    @property
+    @functools.cached_property
     def replica_id(self) -> str:
         """Encode as torchft's replica id; a fixed-width slot keeps torchft's order by id the order by slot."""
         slot, started, last = f"{self.slot:06d}", f"{self.started:.6f}", f"{self.edition}"
         if self.report is not None:
             last += f":{self.report.step}:{','.join(self.report.dead)}"
-        return _ID_SEPARATOR.join(
+        text = _ID_SEPARATOR.join(
             ("titan_ft", slot, started, self.unique, self.config, self.job, self.store, self.shape, last)
         )
+        return _ID_SEPARATOR.join((text, seal(self.token, _PURPOSE, text)))
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)  # the same names come with each step, one of every group
-    def parse(replica_id: str) -> Member:
+    def parse(replica_id: str, token: str) -> Member:
         """Decode `replica_id`.
 
         Raises:
-            ValueError: it names no titan_ft replica group.
+            ValueError: it names no titan_ft replica group of the run with this token.
         """
+        text, _, found = replica_id.rpartition(_ID_SEPARATOR)
+        if not is_seal(found, token, _PURPOSE, text):
+            raise ValueError(f"not the name of a replica group of this run: {replica_id!r}")
         try:
-            _, slot, started, unique, config, job, store, shape, last = replica_id.split(_ID_SEPARATOR)
+            _, slot, started, unique, config, job, store, shape, last = text.split(_ID_SEPARATOR)
             edition, *facts = last.split(":")
             report = LostLinks(int(facts[0]), tuple(facts[1].split(","))) if facts else None
-            member = Member(int(slot), float(started), unique, config, job, store, shape, int(edition), report)
+            member = Member(int(slot), float(started), unique, config, job, store, shape, int(edition), report, token)
         except (ValueError, IndexError):
             member = None
         if member is None or member.replica_id != replica_id or not math.isfinite(member.started):
@@ -124,18 +139,18 @@ class Member:
         return self.report is not None and other.short in self.report.dead
 
 
-def known_members(replica_ids: Iterable[str]) -> list[Member]:
-    """Return those of `replica_ids` that name titan_ft replica groups."""
+def known_members(replica_ids: Iterable[str], token: str) -> list[Member]:
+    """Return those of `replica_ids` that name replica groups of the run with this token."""
     members = []
     for replica_id in replica_ids:
         with contextlib.suppress(ValueError):
-            members.append(Member.parse(replica_id))
+            members.append(Member.parse(replica_id, token))
     return members
 
 
 def members_of_job(own: Member, replica_ids: Iterable[str]) -> list[Member]:
     """Return those of `replica_ids` that could be in an exchange with `own`."""
-    return [member for member in known_members(replica_ids) if _kind(member) == _kind(own)]
+    return [member for member in known_members(replica_ids, own.token) if _kind(member) == _kind(own)]
 
 
 @dataclass(frozen=True)
@@ -207,9 +222,9 @@ def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
     groups, strangers = [], {}
     for replica_id in sorted(replica_ids):
         try:
-            groups.append(Member.parse(replica_id))
+            groups.append(Member.parse(replica_id, own.token))
         except ValueError:
-            strangers[replica_id] = "it is not a titan_ft replica group"
+            strangers[replica_id] = UNSEALED
     assert own in groups, f"{own} is not in its own quorum"
     first = min(groups, key=lambda member: member.age)
     _check_job(own, first, groups)

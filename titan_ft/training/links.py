@@ -136,6 +136,7 @@ class Links:
             control=self._control,
             config_digest=launch.config_digest,
             address=address,
+            token=launch.token,
             events=self._events,
             shape=shape,
             probe=Probe(launch.token, address, launch.rank),

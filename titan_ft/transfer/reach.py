@@ -28,6 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from titan_ft.protocol.errors import RefusedError, first_line
 from titan_ft.system.address import split_address
+from titan_ft.system.seal import remove_seal
 from titan_ft.system.threads import call_aside, call_for_each
 from titan_ft.transfer.wire import Message, prove, read_line, write_line
 
@@ -98,7 +99,7 @@ class Probe:
         try:
             if self._group_rank > 0:  # the ranks of all groups meet at a store, and its host is rank 0's
                 check_listens(peer.store, CONNECT_SECONDS)
-            address = peer.address or look_up(peer, self._group_rank)
+            address = peer.address or look_up(peer, self._group_rank, self._token)
             try:
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
             except ConnectionError:  # such as one that was taken for a broken exchange's, and closed with it
@@ -206,17 +207,21 @@ def _is_all_acknowledged(connection: socket.socket) -> bool:
     return bool(unacknowledged == 0)
 
 
-def look_up(peer: Peer, group_rank: int) -> str:
+def look_up(peer: Peer, group_rank: int, token: str) -> str:
     """Read the address of the peer's state server in its group's store.
 
+    Args:
+        token: the run's shared secret.
+
     Raises:
-        OSError, RuntimeError: the store does not answer.
+        OSError, RuntimeError: the store does not answer, or a process of another run wrote the address.
     """
     check_listens(peer.store, CONNECT_SECONDS)
 
     def read() -> str:
         timeout = timedelta(seconds=CONNECT_SECONDS)
         store = TCPStore(*split_address(peer.store), is_master=False, wait_for_workers=False, timeout=timeout)
-        return store.get(address_key(peer.unique, group_rank)).decode()
+        key = address_key(peer.unique, group_rank)
+        return remove_seal(token, key, store.get(key).decode(errors="replace"))
 
     return within(2 * CONNECT_SECONDS, read)

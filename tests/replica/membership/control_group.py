@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.system.address import join_address, split_address
+from titan_ft.system.seal import add_seal, remove_seal
 
 T = TypeVar("T")
 DEADLINE = 20.0  # seconds that anything in these tests may take; only ever reached by a bug
@@ -119,10 +120,10 @@ class RelayedStore(Store):
         self.relays: dict[int, Relay] = {}
 
     def set(self, key: str, value: str) -> None:
-        address, _, name = value.partition(" ")
+        address, _, name = remove_seal(TOKEN, key, value).partition(" ")
         relay = Relay(address, **self._options)
         self.relays[int(key.rpartition("/")[2])] = relay
-        super().set(key, f"{relay.address} {name}")
+        super().set(key, add_seal(TOKEN, key, f"{relay.address} {name}"))
 
 
 class ControlGroup:

@@ -50,6 +50,7 @@ from titan_ft.membership.control_tree import ControlTree
 from titan_ft.protocol.control.link import GRACE_SECONDS
 from titan_ft.protocol.errors import LighthouseError
 from titan_ft.system.address import split_address
+from titan_ft.system.seal import add_seal, remove_seal
 
 ROOT = Path(__file__).parents[3]
 
@@ -213,7 +214,7 @@ def test_a_child_without_the_token() -> None:
     store = Store()
     with ControlGroup(1) as pool:
         parent = make_tree(0, 2, store)
-        with pytest.raises(LighthouseError, match=r"rank 1 .*node-1.* rank 0 \(node-0\) .*know this run's token"):
+        with pytest.raises(LighthouseError, match=r"rank 1 .*node-1.*: group/0/0 in the store .*TITAN_FT_TOKEN"):
             make_tree(1, 2, store, token="another")
         child = make_tree(1, 2, store)
         answers = pool.on_each(lambda tree: tree.rank0_decides([], lambda _: "decided"), [parent, child])
@@ -226,7 +227,7 @@ def test_a_parent_that_is_gone() -> None:
     store = Store()
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
-    store.set("group/0/0", f"{HOST}:{port} process node-0")
+    store.set("group/0/0", add_seal(TOKEN, "group/0/0", f"{HOST}:{port} process node-0"))
     with pytest.raises(LighthouseError, match=f"at {HOST}:{port}: ConnectionRefusedError"):
         make_tree(1, 2, store)
 
@@ -235,7 +236,7 @@ def test_a_parent_to_which_no_route_leads(monkeypatch: pytest.MonkeyPatch) -> No
     """The attempt fails at once, and is made again until the time for the start is over."""
     monkeypatch.setattr("titan_ft.membership.control_tree.CONNECT_SECONDS", 0.3)
     store = Store()
-    store.set("group/0/0", "255.255.255.255:9 process node-0")
+    store.set("group/0/0", add_seal(TOKEN, "group/0/0", "255.255.255.255:9 process node-0"))
     with pytest.raises(LighthouseError, match=r"at 255\.255\.255\.255:9: \w*Error"):
         make_tree(1, 2, store)
 
@@ -250,7 +251,8 @@ def test_two_trees_in_one_process_do_not_mix() -> None:
             second.check_agreements(1)
         assert [tree.heard("topic") for tree in first.trees] == ["first"] * 4
         assert [tree.heard("topic") for tree in second.trees] == ["second"] * 4
-        first.store.set("group/2/0", first.store.get("group/0/0").decode())
+        published = remove_seal(TOKEN, "group/0/0", first.store.get("group/0/0").decode())
+        first.store.set("group/2/0", add_seal(TOKEN, "group/2/0", published))
         with pytest.raises(LighthouseError, match="know this run's token"):
             make_tree(1, 4, first.store, key="group/2")
 

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions
 
-from tests.replica.conftest import FakeProbe
+from tests.replica.conftest import TOKEN, FakeProbe
 from titan_ft.membership import rendezvous
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.seat import Reply
@@ -28,7 +28,7 @@ from titan_ft.protocol.errors import (
     LighthouseError,
     ReplacedError,
 )
-from titan_ft.protocol.member import Member
+from titan_ft.protocol.member import UNSEALED, Member
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 
@@ -389,7 +389,7 @@ def test_a_foreign_member_is_left_aside(seats: Any, stranger: Stranger, caplog: 
         assert [member.vote(step, True) for member in members] == [True, True]
     for member in members:
         (event,) = member._events.named("foreign_member")
-        assert (event["member"], event["reason"]) == ("somebody_elses_llama_0", "it is not a titan_ft replica group")
+        assert (event["member"], event["reason"]) == ("somebody_elses_llama_0", UNSEALED)
     assert caplog.text.count("somebody_elses_llama_0") == 2  # once by each group
 
 
@@ -412,7 +412,7 @@ def test_one_rank_of_a_group_names_a_stranger(seats: Any, stranger: Stranger) ->
 def test_a_member_that_dies_before_the_process_group_stands(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member of the quorum that never comes makes this quorum's exchange fail soon; the next one is without it."""
     monkeypatch.setattr(rendezvous, "_RENDEZVOUS_SECONDS", 0.2)
-    stranger = Stranger(seats.lighthouse, Member(1, time.time(), "ghost", "c0ffee").replica_id)
+    stranger = Stranger(seats.lighthouse, Member(1, time.time(), "ghost", "c0ffee", token=TOKEN).replica_id)
     try:
         member = seats.take(0)
         started = time.monotonic()

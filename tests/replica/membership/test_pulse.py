@@ -134,6 +134,13 @@ def test_the_status_page_is_read() -> None:
     assert Status.parse(f"{waiting}[2/3 participants healthy][5 heartbeating]").num_asking == 2
 
 
+def test_a_line_in_a_strangers_name_makes_nobody_silent() -> None:
+    """A stranger's name may have line feeds in it. The youngest line about a group is the lighthouse's own."""
+    forged = "    x\n    1:c: seen 99999.5s ago\n    y: seen 0.01s ago\n"
+    for page in (forged + PAGE, PAGE + forged):
+        assert Status.parse(page).heartbeats["1:c"] == 3.5
+
+
 OTHER = Member(1, 2.5, "other", "digest", job="job")
 
 

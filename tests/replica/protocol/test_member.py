@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from titan_ft.protocol.errors import ConfigMismatchError, ForeignMemberError, ReplacedError, ReplicaError
-from titan_ft.protocol.member import Admission, Member, admit
+from titan_ft.protocol.member import UNSEALED, Admission, Member, admit
 from titan_ft.protocol.shape import describe_shape
+from titan_ft.system.seal import seal
 
 
 def member(slot: int, started: float = 0.0, **more: Any) -> Member:
@@ -39,7 +42,7 @@ def shape(num_ranks: int = 1, layout: int = 0xAB, *, torch: str = VERSIONS["torc
 def test_a_member_survives_its_name(job: str, store: str) -> None:
     """Everything of a member comes back from the replica id; a microsecond of its start is kept."""
     one = Member(12, 1_700_000_000.123457, "abc", "c0ffee", job, store, shape(4, dp_shard=2, tp=2))
-    assert Member.parse(one.replica_id) == one
+    assert Member.parse(one.replica_id, one.token) == one
     assert not any(char.isspace() for char in one.replica_id), "the lighthouse's page is read by words"
 
 
@@ -55,23 +58,68 @@ FOREIGN = [
     "train_llama_0:7f3a",
     "titan_ft/000001/1.000000/u/c",  # without job and store
     "titan_ft/000001/1.000000/u/c/j/h:1",  # without shape
-    "titan_ft/x/1.000000/u/c/j/h:1/s",
-    "titan_ft/000001/soon/u/c/j/h:1/s",
-    "titan_ft/000001/nan/u/c/j/h:1/s",
-    "titan_ft/000001/-inf/u/c/j/h:1/s",
-    "titan_ft/1/1.000000/u/c/j/h:1/s",  # would not sort by slot
-    "titan_ft/000001/1.0/u/c/j/h:1/s",
-    "other/000001/1.000000/u/c/j/h:1/s",
-    "titan_ft/000001/1.000000/u/c/j/h:1/s/more",
+    "titan_ft/x/1.000000/u/c/j/h:1/s/0",
+    "titan_ft/000001/soon/u/c/j/h:1/s/0",
+    "titan_ft/000001/nan/u/c/j/h:1/s/0",
+    "titan_ft/000001/-inf/u/c/j/h:1/s/0",
+    "titan_ft/1/1.000000/u/c/j/h:1/s/0",  # would not sort by slot
+    "titan_ft/000001/1.0/u/c/j/h:1/s/0",
+    "other/000001/1.000000/u/c/j/h:1/s/0",
+    "titan_ft/000001/1.000000/u/c/j/h:1/s/0/more",
 ]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_foreign_name_is_no_member(name: str) -> None:
-    """An id that is not ours is named by the error."""
+    """An id that is not ours is named by the error, also if its seal is right."""
     with pytest.raises(ValueError, match="titan_ft replica group") as caught:
-        Member.parse(name)
-    assert repr(name) in str(caught.value)
+        Member.parse(f"{name}/{seal('', 'member', name)}", "")
+    assert name in str(caught.value)
+
+
+TOKEN = "0123456789abcdef"
+FORGED = [
+    lambda own: own.replica_id.rpartition("/")[0],  # as an older version makes names
+    lambda own: own.replica_id[:-1] + ("0" if own.replica_id[-1] != "0" else "1"),
+    lambda own: replace(own, token="").replica_id,
+    lambda own: replace(own, token="another").replica_id,
+    lambda own: own.replica_id.replace("/000001/", "/000000/"),
+    lambda own: own.replica_id.replace(f"/{own.started:.6f}/", "/0.500000/"),
+    lambda own: f"{own.replica_id}/{own.replica_id.rpartition('/')[2]}",
+    lambda own: f"x\n{own.replica_id}",
+    lambda own: "\ud800",
+    lambda own: "x" * (4 << 20),
+]
+"""What somebody without the token can make of the name of a member."""
+
+
+@pytest.mark.parametrize("forge", FORGED)
+def test_a_forged_name_ends_nobody(forge: Callable[[Member], str]) -> None:
+    """The oldest member decides which job is right, and the newest of a slot stays: a forged name is neither."""
+    ours = member(0, 2.0, token=TOKEN), member(1, 3.0, token=TOKEN)
+    claims = member(1, 1.0, token=TOKEN), member(1, 9.0, token=TOKEN), member(1, 1.0, token=TOKEN, job="evil")
+    for claim in claims:
+        name = forge(claim)
+        with pytest.raises(ValueError, match="not the name of"):
+            Member.parse(name, TOKEN)
+        for own in ours:
+            assert admit(own, [name, *names(*ours)]) == Admission(ours, {name: UNSEALED})
+
+
+def test_a_seal_shows_nothing_of_the_token() -> None:
+    """Neither the name of a member nor what a log line shows of it contains the token."""
+    own = member(0, 2.0, token=TOKEN)
+    assert TOKEN not in own.replica_id
+    assert TOKEN not in repr(own)
+    assert TOKEN not in repr(own.renamed("new"))
+    assert Member.parse(own.renamed("new").replica_id, TOKEN).unique == "new"
+
+
+def test_a_group_with_another_token_is_set_aside_by_both() -> None:
+    """Two processes that do not share a token, or not the version, each leave the other one aside with one reason."""
+    one, other = member(0, 1.0, token=TOKEN), member(1, 2.0, token="another")
+    assert admit(one, names(one, other)) == Admission((one,), {other.replica_id: UNSEALED})
+    assert admit(other, names(one, other)) == Admission((other,), {one.replica_id: UNSEALED})
 
 
 # Admission
@@ -94,7 +142,7 @@ def test_a_group_alone_takes_itself() -> None:
 def test_a_foreign_name_is_set_aside(name: str) -> None:
     """Another kind of job is left out with the reason, wherever it stands in the order."""
     ours = member(0), member(1)
-    assert admit(ours[1], [name, *names(*ours)]) == Admission(ours, {name: "it is not a titan_ft replica group"})
+    assert admit(ours[1], [name, *names(*ours)]) == Admission(ours, {name: UNSEALED})
 
 
 def test_a_newer_job_is_set_aside() -> None:

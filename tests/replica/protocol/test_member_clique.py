@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from titan_ft.membership.partition import Partition
 from titan_ft.protocol.member import Admission, LostLinks, Member, admit, dead_links, largest_clique
+from titan_ft.system.seal import seal
 
 Link = tuple[int, int]
 
@@ -125,17 +126,18 @@ def test_a_report_survives_its_name() -> None:
     """Step and processes come back from the replica id, and sort with it by slot."""
     member = members_with([5, 6, 7], {(0, 1), (0, 2)})[0]
     assert member.report == LostLinks(5, ("00000001", "00000002"))
-    assert Member.parse(member.replica_id) == member
-    assert Member.parse(member.reporting(8, [member]).replica_id).edition == 2
+    assert Member.parse(member.replica_id, member.token) == member
+    assert Member.parse(member.reporting(8, [member]).replica_id, member.token).edition == 2
 
 
 @pytest.mark.parametrize("said", ["x", "1:", "1:5", "1:x:a", "1:5:a:b", "01", "-1:"])
 def test_a_report_that_is_none(said: str) -> None:
     """What is no report makes a foreign name, never a crash."""
-    name = Member(3, 1.0, "u", "c", "j", "h:1").replica_id
-    assert name.endswith("/0")
+    text = Member(3, 1.0, "u", "c", "j", "h:1").replica_id.rpartition("/")[0]
+    assert text.endswith("/0")
+    text = text[:-1] + said
     with pytest.raises(ValueError, match="titan_ft replica group"):
-        Member.parse(name[:-1] + said)
+        Member.parse(f"{text}/{seal('', 'member', text)}", "")
 
 
 def test_networkx_costs_nothing_until_a_link_is_dead() -> None:
@@ -158,6 +160,6 @@ def test_a_report_keeps_who_reports_this_group() -> None:
         _accusers=admit(own, [own.replica_id, one.replica_id, two.replica_id]).accusers,
     )
     assert this._accusers == (two,)
-    renamed = Member.parse(Partition._report(this, [one, two], set(), 5))
+    renamed = Member.parse(Partition._report(this, [one, two], set(), 5), "")
     assert renamed.has_reported(one)
     assert renamed.has_reported(two)

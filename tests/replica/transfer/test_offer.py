@@ -231,7 +231,7 @@ class Searching:
         peers = lambda: {slot: Peer(str(slot), "", addresses[slot] if known else "") for slot in self.addresses}  # noqa: E731
         self.search = OfferSearch(peers, TOKEN, num_asked)
 
-    def _look_up(self, peer: Peer, rank: int) -> str:
+    def _look_up(self, peer: Peer, rank: int, token: str) -> str:
         self.looked_up.append(int(peer.unique))
         return self.addresses[int(peer.unique)]
 

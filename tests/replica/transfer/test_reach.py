@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from titan_ft.chaos.inside.blackhole import Blackhole, supported
+from titan_ft.system.seal import add_seal
 from titan_ft.transfer import reach
 from titan_ft.transfer.reach import Peer, Probe, address_key, within
 from titan_ft.transfer.state_server import StateServer
@@ -177,11 +178,14 @@ def test_an_address_comes_from_the_groups_store(serve: Callable[..., str], lay: 
     """A rank that has never exchanged with a peer looks its address up; a store without it, or none, is a dead link."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where, own = f"127.0.0.1:{store.port}", serve()
-    store.set(address_key("there", 1), serve())
+    there, forged = address_key("there", 1), address_key("forged", 1)
+    store.set(there, add_seal(TOKEN, there, serve()))
+    store.set(forged, add_seal(TOKEN, there, serve()))  # copied from another key
     silent = lay(where, passes=0).address
     peers = [Peer("there", where), Peer("unknown", where), Peer("gone", closed_port()), Peer("silent", silent)]
+    peers.append(Peer("forged", where))
     began = time.monotonic()
-    assert Probe(TOKEN, own, 1)(peers).keys() == {"unknown", "gone", "silent"}
+    assert Probe(TOKEN, own, 1)(peers).keys() == {"unknown", "gone", "silent", "forged"}
     assert time.monotonic() - began < 5.0
 
 
