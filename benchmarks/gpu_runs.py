@@ -23,8 +23,9 @@ from benchmarks.steady import LOG_FREQ, compare, logged_steps, step_seconds, tim
 from benchmarks.systems import NUM_GROUPS, STOCK, Config, Job, first_log
 from titan_ft.history.check import check
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.launch.group.zygote import NO_FORKS
+from titan_ft.launch.group.agent import NEW_PROCESSES
 from titan_ft.run.events import HealFinished, StateServed, WorkerStarted
+from titan_ft.run.paths import RunPaths
 
 DETERMINISTIC = {"seed": 42, "deterministic": True}
 TRACE_WARMUP, TRACE_STEPS = 2, 3
@@ -286,13 +287,13 @@ def measure_kills(plan: Plan, base: Config, backend: str, work_dir: Path, report
 def find_forks(run_dir: Path) -> str:
     """Return "yes" if the workers of a run are forks, else "no" and the reason.
 
-    Without forks each restart imports everything again: 16 s of the 18 s of a rejoin on an H200, where a thread of
-    CUDA's driver was there after the imports.
+    Without forks each restart imports everything again: 17 of the 19.5 s of a rejoin on an H100, where a thread of
+    NVML was there.
     """
-    log = run_dir / "logs" / "zygote.log"
-    for line in log.read_text(errors="replace").splitlines() if log.exists() else []:
-        obstacle, found, reason = line.partition(NO_FORKS)
-        if found and not obstacle:
+    log = RunPaths(run_dir).agent_log(VICTIM)
+    for line in log.read_text(errors="replace").splitlines():
+        reason, found, _ = line.partition(f": {NEW_PROCESSES}")
+        if found:
             return f"no: {reason}"
     return "yes"
 

@@ -112,11 +112,29 @@ def _find_mistake(args: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _gpus_left_alone() -> Iterator[None]:
-    """Let torch count GPUs by NVML, without initializing CUDA, which would keep to those that are visible now."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    """Let a fork count the GPUs, and let torch take the answer of the fork in this process.
+
+    Torch's own count would keep this process from forking: NVML starts a thread (seen with driver
+    580), and CUDA's driver, which torch asks where NVML cannot tell, is of no use after a fork.
+
+    Raises:
+        RuntimeError: the fork cannot count them.
+    """
+    import torch
+
+    cuda = torch.cuda
+    if not cuda._is_compiled():
+        yield
+        return
+    answer = ask_fork(lambda: str(cuda.device_count()))
+    if not answer:
+        raise RuntimeError("torch cannot count the GPUs of this host (see above)")
+    cuda._cached_device_count = int(answer)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # `is_available` looks at the count alone
     try:
         yield
     finally:
+        cuda._cached_device_count = None  # the workers count those that are visible to them
         del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
 
 

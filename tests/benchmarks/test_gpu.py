@@ -19,14 +19,16 @@ import pytest
 from benchmarks import gpu, gpu_plan, gpu_probes, gpu_runs
 from benchmarks.gpu_plan import Gpus, Plan, base_config, recipe_config
 from benchmarks.gpu_report import Report, Row
-from benchmarks.gpu_runs import judge_parity, judge_ratio, judge_run, judge_waits
+from benchmarks.gpu_runs import find_forks, judge_parity, judge_ratio, judge_run, judge_waits
 from benchmarks.parity import Witness
-from benchmarks.run import BenchError
+from benchmarks.run import VICTIM, BenchError
 from benchmarks.systems import STOCK, Config
 from tests.history.histories import killed_run
 from titan_ft.config import ConfigError
 from titan_ft.history.record.run_record import RunRecord
+from titan_ft.launch.group.agent import NEW_PROCESSES
 from titan_ft.run.events import StepCommitted
+from titan_ft.run.paths import RunPaths
 
 ROOT = Path(__file__).parents[2]
 FOUR = Gpus([f"GPU of number {index}" for index in range(4)], "13.0", "2.28.3")
@@ -275,6 +277,17 @@ def test_the_digests_after_the_kills_must_be_equal(digest: str | None, told: str
     report = Report()
     judge_run(RunRecord(events), "gloo", report)
     assert any(line.startswith(f"gloo: groups' digests: does not hold; {told}") for line in report.problems)
+
+
+def test_an_agent_that_makes_no_forks_is_named(tmp_path: Path) -> None:
+    """Each restart imports everything again then: the row of the table says why."""
+    log = RunPaths(tmp_path).agent_log(VICTIM)
+    log.parent.mkdir(parents=True)
+    log.write_text("titan_ft: group 1: started\n")
+    assert find_forks(tmp_path) == "yes"
+    with log.open("a") as lines:
+        lines.write(f"titan_ft: group 1: threads were started: cuda00001: {NEW_PROCESSES}\n")
+    assert find_forks(tmp_path) == "no: titan_ft: group 1: threads were started: cuda00001"
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,18 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         pointer._obj.value = 3
         return 0
 
-    nvml = SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlDeviceGetCount_v2=count, nvmlShutdown=lambda: 0)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
+    begun = []  # in the process that asks
+    nvml = SimpleNamespace(nvmlInit_v2=lambda: begun.append(1) or 0, nvmlDeviceGetCount_v2=count)
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml if name else load(name))
     assert gpus.num_gpus() == 3
+    assert not begun, "NVML has started a thread in this process, which makes no fork from now on"
     nvml.nvmlInit_v2 = lambda: 9  # the driver is not loaded
     assert gpus.num_gpus() is None
 
     def missing(name: str) -> Any:
+        if not name:
+            return load(name)
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)

@@ -9,6 +9,8 @@ import importlib.util
 import os
 from importlib.machinery import PathFinder
 
+from titan_ft.launch.group.forks import ask_fork
+
 
 def listed_gpus() -> list[str] | None:
     """Return the GPUs that CUDA_VISIBLE_DEVICES names; None where it is not set, so that all are visible."""
@@ -17,23 +19,30 @@ def listed_gpus() -> list[str] | None:
 
 
 def num_gpus() -> int | None:
-    """Return how many NVIDIA GPUs the workers would see; None where torch uses none, or nobody can tell."""
+    """Return how many NVIDIA GPUs the workers would see; None where torch uses none, or nobody can tell.
+
+    A fork asks NVML, which starts a thread (seen with driver 580): an agent with that thread could
+    make no more forks, and each restart of a worker would take the 16 s of its imports.
+    """
     if not _torch_uses_cuda():
         return None
     listed = listed_gpus()
     if listed is not None:
         return len(listed)
+    answer = ask_fork(_count_by_nvml)
+    return int(answer) if answer else None
+
+
+def _count_by_nvml() -> str:
+    """Return the number of GPUs in digits; empty where NVML cannot tell. NVML starts a thread."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver
-        return None
+        return ""
     count = ctypes.c_uint()
-    if nvml.nvmlInit_v2() != 0:
-        return None
-    try:
-        return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else None
-    finally:
-        nvml.nvmlShutdown()
+    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+        return ""
+    return str(count.value)
 
 
 def _torch_uses_cuda() -> bool:

@@ -106,6 +106,8 @@ SENT_AWAY = "its workers were told to leave"
 TOKEN_ENV = "TITAN_FT_TOKEN"
 ZYGOTE_ENV = "TITAN_FT_ZYGOTE"
 """0: workers are new processes, as with --no-zygote."""
+NEW_PROCESSES = "its workers are new processes"
+"""Ends an agent's line that says why it makes no forks."""
 METRICS = "titan_ft.live.group_metrics"
 NO_LOG = "the output of its group"
 
@@ -575,7 +577,7 @@ class _Main:
         obstacle = preload(spec.module, spec.args)
         self._stop.at_once = None
         if obstacle:
-            spec.say(f"{obstacle}: its workers are new processes")
+            spec.say(f"{obstacle}: {NEW_PROCESSES}")
         else:
             self._starter = ForkStarter(self._private_descriptors)
 

@@ -23,7 +23,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from titan_ft.config import ConfigError
 from titan_ft.run.appender import retry_waiting
@@ -149,20 +148,12 @@ def preload(module: str, args: Sequence[str]) -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is initialized, which a fork cannot use"
-    if torch is not None and _counts_gpus_by_driver(torch):
-        return "GPUs are counted by the driver here (no NVML, MIG, or ROCm), after which no fork can use them"
     threads = _other_threads()
     if threads:
         return f"threads were started, which a fork would lose: {', '.join(threads)}"
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and so copy, memory that all of them share
     return ""
-
-
-def _counts_gpus_by_driver(torch: Any) -> bool:
-    """Say whether torch has GPUs and cannot count them by NVML: what it calls instead spoils them for forks."""
-    by_nvml = torch.version.hip is None and torch.cuda._device_count_nvml() >= 0
-    return not by_nvml and torch.cuda.device_count() > 0
 
 
 def _other_threads() -> list[str]:

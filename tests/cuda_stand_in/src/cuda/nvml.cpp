@@ -2,7 +2,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // libnvidia-ml: torch counts devices with it, so that a process can fork afterwards
 // (torch.cuda._device_count_nvml under PYTORCH_NVML_BASED_CUDA_CHECK=1).
+#include <pthread.h>
+#include <unistd.h>
+
 #include <cstdio>
+#include <mutex>
+#include <thread>
 
 #include "common/environment.h"
 #include "cuda/runtime_api.h"
@@ -12,15 +17,32 @@ namespace {
 constexpr int kSuccess = 0;
 constexpr int kNotSupported = 3;
 
+// As NVML of driver 580 does: a process that has asked it has a thread more, and makes no fork.
+void start_thread() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    std::thread waits([] {
+      while (true) {
+        pause();
+      }
+    });
+    pthread_setname_np(waits.native_handle(), "cuda00001c00008");
+    waits.detach();
+  });
+}
+
 }  // namespace
 
 CUDA_API int nvmlInit_v2() {
+  start_thread();
   return kSuccess;
 }
 CUDA_API int nvmlInit() {
+  start_thread();
   return kSuccess;
 }
 CUDA_API int nvmlInitWithFlags(unsigned) {
+  start_thread();
   return kSuccess;
 }
 CUDA_API int nvmlShutdown() {
