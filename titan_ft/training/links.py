@@ -37,7 +37,7 @@ from titan_ft.run.error_file import write_error
 from titan_ft.run.events import RankSilent, StateServed
 from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
-from titan_ft.system.address import find_source_address, join_address, split_address
+from titan_ft.system.address import find_source_address, split_address
 from titan_ft.training import spec
 from titan_ft.training.worker import Launch
 from titan_ft.transfer.reach import Probe
@@ -123,7 +123,7 @@ class Links:
 
     def _join(self, host: str, shape: str) -> Membership:
         config, launch = self._config, self._launch
-        address = join_address(host, self.server.port)
+        address = self.server.address
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         return Membership(
             config,

@@ -21,8 +21,7 @@ import termios
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from io import BufferedRWPair
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
@@ -30,7 +29,7 @@ from titan_ft.protocol.errors import RefusedError, first_line
 from titan_ft.system.address import split_address
 from titan_ft.system.seal import remove_seal
 from titan_ft.system.threads import call_aside, call_for_each
-from titan_ft.transfer.wire import Message, prove, read_line, write_line
+from titan_ft.transfer.wire import Message, SealedStream, prove
 
 CONNECT_SECONDS = 1.5  # TCP sends a lost first packet again after one second
 _BACK_SECONDS = 1.0  # for the other end's own connection; below what this end waits for its answer
@@ -130,7 +129,7 @@ def round_trip(address: str, token: str, seconds: float, size: int, back: str = 
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the last bytes wait for no delayed ACK
         connection.sendall(_BLANKS)
         try:
-            prove(stream, address, token)
+            sealed = prove(stream, address, token)
         except TimeoutError as error:
             # After the handshake silence means a bad network: large packets may be lost where small ones pass.
             if _is_all_acknowledged(connection):
@@ -138,33 +137,33 @@ def round_trip(address: str, token: str, seconds: float, size: int, back: str = 
             raise
         connection.settimeout(seconds + (_BACK_SECONDS if back else 0.0))
         payload = os.urandom(size)
-        write_line(stream, {"probe": size, "back": back})
+        sealed.write({"probe": size, "back": back})
         stream.write(payload)
         stream.flush()
-        answer = read_line(stream)
+        answer = sealed.read()
         if answer.get("error"):
             raise ConnectionError(f"it can be reached from here, but {answer['error']}")
         if answer.get("bytes") != size or stream.read(size) != payload:
             raise ConnectionError("the bytes did not come back as they were sent")
 
 
-def answer_probe(stream: BufferedRWPair[Any, Any], request: Message, token: str) -> None:
+def answer_probe(sealed: SealedStream, request: Message, token: str) -> None:
     """Do the state server's part of `round_trip`, whose handshake is over."""
     size, back = request["probe"], request.get("back", "")
     if size > _MAX_BYTES:
         raise ValueError("not a probe")
-    payload = stream.read(size)
+    payload = sealed.stream.read(size)
     if back:
         try:
             round_trip(back, token, _BACK_SECONDS, _BACK_BYTES)
         except BusyError:
             pass
         except (OSError, ValueError, RefusedError) as error:
-            write_line(stream, {"error": f"not from there: {type(error).__name__}: {error}"})
+            sealed.write({"error": f"not from there: {type(error).__name__}: {error}"})
             return
-    write_line(stream, {"bytes": len(payload)})
-    stream.write(payload)
-    stream.flush()
+    sealed.write({"bytes": len(payload)})
+    sealed.stream.write(payload)
+    sealed.stream.flush()
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:

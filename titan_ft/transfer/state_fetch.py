@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
 import socket
 import threading
 import time
 import traceback
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
@@ -26,7 +26,7 @@ from titan_ft import device
 from titan_ft.protocol.errors import RefusedError
 from titan_ft.system.address import split_address
 from titan_ft.transfer.snapshot import Snapshot
-from titan_ft.transfer.wire import Message, Size, TransferError, octets, prove, read_line, write_line
+from titan_ft.transfer.wire import Message, Size, TransferError, octets, prove
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +139,9 @@ def ask_offer(address: str, token: str, step: int = 0) -> tuple[int, int, int, i
         contextlib.closing(socket.create_connection(split_address(address), _OFFER_SECONDS)) as connection,
         connection.makefile("rwb") as stream,
     ):
-        prove(stream, address, token)
-        write_line(stream, {"offer": True, "step": step})
-        answer = read_line(stream)
+        sealed = prove(stream, address, token)
+        sealed.write({"offer": True, "step": step})
+        answer = sealed.read()
         if "error" in answer:
             return None
         duration, elapsed = answer.get("milliseconds", 0), answer.get("elapsed_milliseconds", 0)
@@ -466,14 +466,14 @@ class _Connection:
         self._socket = socket.create_connection(split_address(address), timeout)
         self._stream = BufferedRWPair(_Incoming(self._socket, limits), self._socket.makefile("wb", buffering=0))
         try:
-            prove(self._stream, address, token)
+            self._sealed = prove(self._stream, address, token)
         except BaseException:
             self.__exit__()
             raise
 
     def request(self, request: Message, into: memoryview | None = None) -> tuple[Message, memoryview]:
         """Send `request` and return the answer and its bytes (written to `into` if given)."""
-        write_line(self._stream, request)
+        self._sealed.write(request)
         answer = self._answer()
         size = answer["bytes"]
         into = memoryview(bytearray(size)) if into is None else into
@@ -485,13 +485,13 @@ class _Connection:
             if not count:
                 raise ConnectionError("the donor closed the connection")
             done += count
-        if zlib.crc32(into) != answer["crc32"]:
+        if hashlib.sha256(into).hexdigest() != answer["sha256"]:
             what = f"the {size} bytes at {request['offset']}" if "offset" in request else "the header"
             raise _ChecksumError(f"{what} did not arrive as they were sent: the checksums differ")
         return answer, into
 
     def _answer(self) -> Message:
-        while "waiting" in (answer := read_line(self._stream)):
+        while "waiting" in (answer := self._sealed.read()):
             pass
         if not answer:
             raise ConnectionError("the donor closed the connection")

@@ -5,22 +5,21 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
-import secrets
 import socket
 import socketserver
 import threading
 import time
-import zlib
 from collections.abc import Callable
-from io import BufferedRWPair
 from typing import Any
 
 from titan_ft import device
+from titan_ft.system.address import join_address
 from titan_ft.transfer.pace import Pace
 from titan_ft.transfer.reach import answer_probe
 from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
-from titan_ft.transfer.wire import TOKEN_REMEDY, Message, octets, proof, read_line, same, write_line
+from titan_ft.transfer.wire import Message, SealedStream, check_joiner, octets
 
 _HANDSHAKE_SECONDS = 10.0
 _OFFER_SECONDS = 1.0  # that a newcomer's question may wait for the offer; less than it waits for the answer
@@ -70,6 +69,8 @@ class StateServer:
         self._changed = threading.Condition()
         self._use_device = device.for_thread()
         self._server = _Server((host, 0), self._handle)
+        self.address = join_address(host, int(self._server.server_address[1]))
+        """host:port that joiners dial; their proof covers it."""
         threading.Thread(
             target=self._server.serve_forever, args=(_POLL_SECONDS,), name="titan_ft_state_server", daemon=True
         ).start()
@@ -151,26 +152,18 @@ class StateServer:
         connection.settimeout(_HANDSHAKE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # an answer's end waits for no delayed ACK
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_JOINER_SECONDS * 1000))
-        stream = connection.makefile("rwb")
-        nonce = secrets.token_hex(16)
-        write_line(stream, {"nonce": nonce})
-        hello = read_line(stream)
-        expected = proof(self._token, "joiner", nonce, hello.get("nonce", ""))
-        if not same(expected, hello.get("proof")):
-            write_line(stream, {"refused": f"the donor does not accept this group's token; {TOKEN_REMEDY}"})
-            return
-        write_line(stream, {"proof": proof(self._token, "donor", nonce, hello["nonce"])})
+        stream = check_joiner(connection.makefile("rwb"), self.address, self._token)
         started = time.monotonic()
         while request := self._next_request(connection, stream):
             if "probe" in request:
                 answer_probe(stream, request, self._token)
                 continue
             if "offer" in request:
-                write_line(stream, self._find_offer(request.get("step", 0)) or {"error": "this group offers no state"})
+                stream.write(self._find_offer(request.get("step", 0)) or {"error": "this group offers no state"})
                 continue
             snapshot = self._acquire(stream, request)
             if isinstance(snapshot, str):
-                write_line(stream, {"error": snapshot})
+                stream.write({"error": snapshot})
                 continue
             try:
                 snapshot.wait()  # a GPU may still be copying it
@@ -197,15 +190,15 @@ class StateServer:
             return Message({**offer, "elapsed_milliseconds": int(1000 * (time.monotonic() - self._offered_at))})
 
     @staticmethod
-    def _next_request(connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> Message:
+    def _next_request(connection: socket.socket, stream: SealedStream) -> Message:
         """Wait for a request for as long as it takes; what belongs to it follows at once."""
         connection.settimeout(None)
-        request = read_line(stream)
+        request = stream.read()
         if "probe" in request:
             connection.settimeout(_HANDSHAKE_SECONDS)
         return request
 
-    def _acquire(self, stream: BufferedRWPair[Any, Any], request: Message) -> Snapshot | str:
+    def _acquire(self, stream: SealedStream, request: Message) -> Snapshot | str:
         """Wait for the snapshot of `request` and become one of its readers; the reason if there is none."""
         step, ends = request["step"], time.monotonic() + self._wait_seconds
         part = _read_part(request)
@@ -239,11 +232,11 @@ class StateServer:
             if over:
                 held = f"step {found.step} of lineage {found.lineage}" if found else "none"
                 return f"the donor has no state of step {step} (it has {held})"
-            write_line(stream, {"waiting": step})
+            stream.write({"waiting": step})
 
     @staticmethod
     def _answer(
-        stream: BufferedRWPair[Any, Any],
+        stream: SealedStream,
         connection: socket.socket,
         request: Message,
         snapshot: Snapshot,
@@ -252,14 +245,14 @@ class StateServer:
         held, answer = snapshot.held, Message()
         if "offset" in request:
             if not held.start <= request["offset"] <= request["offset"] + request["bytes"] <= held.stop:
-                write_line(stream, {"error": f"the donor has bytes {held.start} to {held.stop} of the state only"})
+                stream.write({"error": f"the donor has bytes {held.start} to {held.stop} of the state only"})
                 return
             data = octets(snapshot.payload)[request["offset"] - held.start :][: request["bytes"]]
         elif request.get("header"):
             data, answer = memoryview(snapshot.header), Message(held=(held.start, held.stop))
         else:
             data = memoryview(b"")
-        write_line(stream, {**answer, "bytes": data.nbytes, "crc32": zlib.crc32(data)})
+        stream.write({**answer, "bytes": data.nbytes, "sha256": hashlib.sha256(data).hexdigest()})
         send(connection, data)
 
 

@@ -3,13 +3,23 @@
 """The wire of a heal: how a snapshot comes from a donor's host memory to a joiner, in the background of both.
 
 torchft's HTTP transport listens on every interface, asks nobody who he is and can unpickle what it is sent. This one
-(`state_server.py` is the donor's side, `state_fetch.py` the joiner's) listens on one address, proves the run's token on
-both sides of each connection without sending it (HMAC over the nonces of both), and moves nothing but a JSON header and
-raw tensor bytes.
+(`state_server.py` is the donor's side, `state_fetch.py` the joiner's) listens on one address and moves nothing but a
+JSON header and raw tensor bytes.
+
+A connection begins with a handshake, in which both ends prove the run's token without sending it:
+
+    donor to joiner: {"nonce", "version"}
+    joiner to donor: {"nonce", "proof", "version"}
+    donor to joiner: {"proof"}, or {"refused": text}
+
+A proof is an HMAC over both nonces, so a recorded one is worth nothing. It covers the address that the joiner has
+dialed, so a relay at another address gets no proof that the donor accepts. From then on both ends have a key that
+nobody else can compute, and each line ends with its HMAC (`SealedStream`): a relay on the wire can neither change a
+line, nor leave one out, nor repeat one, nor answer another request. The bytes are readable on the wire.
 
 A connection carries one request line after another: {"step", "lineage", "offset", "bytes"} for a range of the payload,
 "header" in place of "offset" for the header, "done" when the joiner has everything, "bytes" of it from here. Each
-answer is a JSON line {"bytes": n, "crc32": checksum} or {"error": text}, then n raw bytes. While the donor has yet to
+answer is a line {"bytes": n, "sha256": their digest} or {"error": text}, then n raw bytes. While the donor has yet to
 take the snapshot, a line {"waiting": step} now and then comes before it, so that silence always means that something is
 wrong.
 
@@ -31,6 +41,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from dataclasses import dataclass
 from io import BufferedRWPair
 from typing import Annotated, Any, TypedDict
 
@@ -41,8 +52,12 @@ from msgspec import Meta
 from titan_ft.protocol.errors import RefusedError
 
 TOKEN_REMEDY = "all groups of a run must have the same TITAN_FT_TOKEN in their environment"
+VERSION = 2
+"""Of the handshake and of the lines after it. Ends of two versions refuse each other."""
+_VERSION_REMEDY = "all groups of a run must have the same titan_ft"
 
 _MAX_LINE = 4096  # a request or an answer line is far shorter; a stranger's may not be
+_SEAL_BYTES = 2 * hashlib.sha256().digest_size  # in hex
 
 
 Size = Annotated[int, Meta(ge=0)]
@@ -52,6 +67,7 @@ class Message(TypedDict, total=False):
     """One line, from either end; which fields come together is said above. One of another type is refused."""
 
     nonce: str
+    version: int
     proof: Any  # of any type: a wrong proof gets the answer `refused`, not a broken connection
     refused: str
     step: int
@@ -62,7 +78,7 @@ class Message(TypedDict, total=False):
     offer: bool
     offset: Size
     bytes: Size
-    crc32: int
+    sha256: str
     header: bool
     part: tuple[Size, Size]
     held: tuple[Size, Size]
@@ -77,9 +93,73 @@ class TransferError(RuntimeError):
     """The state could not be fetched; another donor may have it."""
 
 
-def proof(token: str, role: str, donor_nonce: str, joiner_nonce: str) -> str:
-    """Return what only who knows the token can say; `role` is "donor" or "joiner", so that no end can send it back."""
-    return hmac.new(token.encode(), f"{role}:{donor_nonce}:{joiner_nonce}".encode(), hashlib.sha256).hexdigest()
+class SealError(ValueError):
+    """A line is not what the other end has sent in this place of the conversation."""
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """What the proofs of one connection cover.
+
+    Attributes:
+        address: host:port that the joiner dials, and that the donor is known by.
+    """
+
+    token: str
+    donor_nonce: str
+    joiner_nonce: str
+    address: str
+
+    def derive(self, purpose: str) -> bytes:
+        """Return what only who knows the token can compute; each purpose gives another value."""
+        said = ["titan_ft transfer", VERSION, purpose, self.donor_nonce, self.joiner_nonce, self.address]
+        return hmac.digest(self.token.encode(), msgspec.json.encode(said), "sha256")
+
+    def proof(self, role: str) -> str:
+        """Return the proof of an end; `role` is "donor" or "joiner", so that no end can send it back."""
+        return self.derive(role).hex()
+
+
+class SealedStream:
+    """One end of a connection whose handshake is over.
+
+    Each line ends with an HMAC that covers the line, its sender and the HMAC of the line before, whoever has sent that.
+    So all of the conversation so far must be the same at both ends.
+
+    Attributes:
+        stream: raw bytes after a line; the line says how to check them.
+    """
+
+    def __init__(self, stream: BufferedRWPair[Any, Any], handshake: Handshake, role: str) -> None:
+        self.stream = stream
+        self._key = handshake.derive("key")
+        self._own, self._others = (b"joiner", b"donor") if role == "joiner" else (b"donor", b"joiner")
+        self._last = b""
+
+    def write(self, message: Message) -> None:
+        """Send one line."""
+        line = msgspec.json.encode(message)
+        self.stream.write(line + self._seal(self._own, line) + b"\n")
+        self.stream.flush()
+
+    def read(self) -> Message:
+        """Read one line; an empty message says that the other end closed the connection.
+
+        Raises:
+            SealError: the other end has not sent it, or not here.
+            ValueError: it is none, or a field of it has another type.
+        """
+        line = self.stream.readline(_MAX_LINE)
+        if not line:
+            return {}
+        text, seal = line[: -_SEAL_BYTES - 1], line[-_SEAL_BYTES - 1 : -1]
+        if not hmac.compare_digest(self._seal(self._others, text), seal):
+            raise SealError("a line is not what the other end has sent")
+        return msgspec.json.decode(text, type=Message)
+
+    def _seal(self, sender: bytes, line: bytes) -> bytes:
+        self._last = hmac.digest(self._key, b"%s:%s:%s" % (sender, self._last, line), "sha256").hex().encode()
+        return self._last
 
 
 def same(expected: str, given: object) -> bool:
@@ -108,17 +188,46 @@ def read_line(stream: BufferedRWPair[Any, Any]) -> Message:
     return msgspec.json.decode(line, type=Message) if line else {}
 
 
-def prove(stream: BufferedRWPair[Any, Any], address: str, token: str) -> None:
+def prove(stream: BufferedRWPair[Any, Any], address: str, token: str) -> SealedStream:
     """Show the state server at `address` that this end knows the token, and make sure that the server does.
 
     Raises:
         ConnectionError: it closed the connection.
-        RefusedError: one end does not know the other's token.
+        RefusedError: one end does not know the other's token, or is of another version.
     """
-    nonce, their_nonce = secrets.token_hex(16), _read_answer(stream, address)["nonce"]
-    write_line(stream, {"nonce": nonce, "proof": proof(token, "joiner", their_nonce, nonce)})
-    if not same(proof(token, "donor", their_nonce, nonce), _read_answer(stream, address).get("proof")):
+    greeting = _read_answer(stream, address)
+    if greeting.get("version") != VERSION:
+        raise RefusedError(f"the donor at {address} speaks another version of the transfer; {_VERSION_REMEDY}")
+    handshake = Handshake(token, greeting["nonce"], secrets.token_hex(16), address)
+    write_line(stream, {"nonce": handshake.joiner_nonce, "proof": handshake.proof("joiner"), "version": VERSION})
+    if not same(handshake.proof("donor"), _read_answer(stream, address).get("proof")):
         raise RefusedError(f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}")
+    return SealedStream(stream, handshake, "joiner")
+
+
+def check_joiner(stream: BufferedRWPair[Any, Any], address: str, token: str) -> SealedStream:
+    """Do the donor's part of `prove`.
+
+    Args:
+        address: host:port that joiners dial.
+
+    Raises:
+        ConnectionError: the joiner is refused, and has been answered why.
+    """
+    nonce = secrets.token_hex(16)
+    write_line(stream, {"nonce": nonce, "version": VERSION})
+    hello = read_line(stream)
+    handshake = Handshake(token, nonce, hello.get("nonce", ""), address)
+    reason = ""
+    if not same(handshake.proof("joiner"), hello.get("proof")):
+        reason = f"the donor does not accept this group's token, or not at this address; {TOKEN_REMEDY}"
+    if hello.get("version") != VERSION:  # a process before version 2 says none, and reports this line
+        reason = f"the donor speaks another version of the transfer; {_VERSION_REMEDY}"
+    if reason:
+        write_line(stream, {"refused": reason})
+        raise ConnectionError(reason)
+    write_line(stream, {"proof": handshake.proof("donor")})
+    return SealedStream(stream, handshake, "donor")
 
 
 def _read_answer(stream: BufferedRWPair[Any, Any], address: str) -> Message:

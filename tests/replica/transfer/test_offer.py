@@ -23,7 +23,7 @@ from titan_ft.protocol.healing import NO_OFFER, Offer
 from titan_ft.transfer.reach import Peer
 from titan_ft.transfer.snapshot import WHOLE, Part
 from titan_ft.transfer.state_fetch import ask_offer, fetch
-from titan_ft.transfer.wire import Message, TransferError, prove, read_line, write_line
+from titan_ft.transfer.wire import Message, TransferError, prove
 
 HELD = Message(step=5, lineage=1005, digest=77)
 
@@ -181,9 +181,9 @@ def test_a_part_that_there_is_not_is_no_request(donor: Donor, part: tuple[int, i
         socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as connection,
         connection.makefile("rwb") as stream,
     ):
-        prove(stream, donor.address, TOKEN)
-        write_line(stream, {"step": 5, "header": True, "part": part})
-        assert read_line(stream) == {}
+        sealed = prove(stream, donor.address, TOKEN)
+        sealed.write({"step": 5, "header": True, "part": part})
+        assert sealed.read() == {}
 
 
 def test_a_request_for_an_outdated_state_is_refused_at_once(

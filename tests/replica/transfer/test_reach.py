@@ -24,17 +24,24 @@ DEADLINE = 20.0  # seconds; only ever reached by a bug
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., str]]:
+def servers() -> Iterator[dict[str, StateServer]]:
+    """Provide the state servers of a test, by address."""
+    servers: dict[str, StateServer] = {}
+    yield servers
+    for server in servers.values():
+        server.close()
+
+
+@pytest.fixture
+def serve(servers: dict[str, StateServer]) -> Callable[..., str]:
     """Provide the start of state servers; it returns their address."""
-    servers = []
 
     def start(token: str = TOKEN) -> str:
-        servers.append(StateServer("127.0.0.1", token, 1.0, lambda *_: None))
-        return f"127.0.0.1:{servers[-1].port}"
+        server = StateServer("127.0.0.1", token, 1.0, lambda *_: None)
+        servers[server.address] = server
+        return server.address
 
-    yield start
-    for server in servers:
-        server.close()
+    return start
 
 
 class Path:
@@ -76,7 +83,7 @@ class Path:
 
 
 @pytest.fixture
-def lay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+def lay(monkeypatch: pytest.MonkeyPatch, servers: dict[str, StateServer]) -> Iterator[Callable[..., Path]]:
     """Provide paths; what is lost counts as lost soon."""
     monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
     monkeypatch.setattr(reach, "_BACK_SECONDS", 0.2)
@@ -84,6 +91,8 @@ def lay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
 
     def make(target: str, **options: int) -> Path:
         paths.append(Path(target, **options))
+        if target in servers:
+            servers[target].address = paths[-1].address  # the path stands for a network, and is no relay
         return paths[-1]
 
     yield make

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import json
 import logging
 import select
@@ -15,7 +16,6 @@ import struct
 import threading
 import time
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +32,7 @@ from titan_ft.protocol.errors import RefusedError
 from titan_ft.transfer import state_fetch
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.state_fetch import fetch
-from titan_ft.transfer.wire import TransferError, proof, write_line
+from titan_ft.transfer.wire import VERSION, SealedStream, TransferError, check_joiner, write_line
 
 
 @pytest.mark.parametrize("connections", [1, 3, 16])
@@ -78,8 +78,7 @@ def test_a_donor_without_the_token_is_refused_by_the_joiner() -> None:
 
     def talk(connection: socket.socket) -> None:
         stream = connection.makefile("rwb")
-        stream.write(b'{"nonce": "00"}\n')
-        stream.flush()
+        write_line(stream, {"nonce": "00", "version": VERSION})
         heard.append(stream.readline())
         # The best it can do without the token: send the joiner's own proof back.
         stream.write(json.dumps({"proof": json.loads(heard[0])["proof"]}).encode() + b"\n")
@@ -98,12 +97,12 @@ def test_a_donor_that_dies_in_mid_transfer_is_noticed_at_once() -> None:
     """When the connection ends within a chunk, the joiner gets an error, not a wait for the timeout."""
 
     def talk(connection: socket.socket) -> None:
-        stream = connection.makefile("rwb")
-        prove(stream)
+        sealed = prove(connection)
         header = make_snapshot(5, 10 * CHUNK).header
-        stream.readline()
-        stream.write(json.dumps({"bytes": len(header), "crc32": 0}).encode() + b"\n" + header[:-1])
-        stream.flush()
+        sealed.read()
+        sealed.write({"bytes": len(header), "sha256": ""})
+        sealed.stream.write(header[:-1])
+        sealed.stream.flush()
 
     address, _ = serve_once(talk)
     started = time.monotonic()
@@ -112,11 +111,10 @@ def test_a_donor_that_dies_in_mid_transfer_is_noticed_at_once() -> None:
     assert time.monotonic() - started < DEADLINE / 2
 
 
-def prove(stream: Any) -> None:
+def prove(connection: socket.socket) -> SealedStream:
     """Answer a joiner's handshake as a donor with the token does."""
-    write_line(stream, {"nonce": "00"})
-    hello = json.loads(stream.readline())
-    write_line(stream, {"proof": proof(TOKEN, "donor", "00", hello["nonce"])})
+    host, port = connection.getsockname()
+    return check_joiner(connection.makefile("rwb"), f"{host}:{port}", TOKEN)
 
 
 def test_a_donor_that_closes_ends_all_connections_of_a_fetch(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +149,9 @@ def test_a_donor_that_gives_no_whole_slice_is_given_up(pause: float | None) -> N
     stop = threading.Event()
 
     def talk(connection: socket.socket) -> None:
-        stream = connection.makefile("rwb")
-        prove(stream)
-        stream.readline()
-        stream.write(b'{"bytes": 1000000}\n')
-        stream.flush()
+        sealed = prove(connection)
+        sealed.read()
+        sealed.write({"bytes": 1000000})
         while not stop.wait(DEADLINE if pause is None else pause) and pause is not None:
             try:
                 connection.sendall(b"x")
@@ -241,6 +237,7 @@ class Proxy:
         self._closed = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        donor.server.address = self.address  # as of a donor whose network forwards a port to it
         self.accepted = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -301,7 +298,7 @@ def test_a_broken_connection_is_made_again(
 ) -> None:
     """A connection that breaks or falls silent within the fifth chunk costs that chunk only, and no timeout."""
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 1.5)
-    asked, proxy = watch(), start_proxy(donor, {1: 4700}, how)  # 0 is the header's; within: 4 chunks and their lines
+    asked, proxy = watch(), start_proxy(donor, {1: 5300}, how)  # 0 is the header's; within: 4 chunks and their lines
     sent = donor.publish(make_snapshot(5, 10 * CHUNK))
     check_equal(fetch([proxy.address], TOKEN, 5, "4", 1, 600.0), sent)
     assert Counter(asked) == {"header": 1, **dict.fromkeys(range(0, 10 * CHUNK, CHUNK), 1), 4 * CHUNK: 2}
@@ -324,11 +321,11 @@ def test_all_connections_may_break(
 def test_the_donor_is_told_even_if_the_first_connection_broke(donor: Donor, start_proxy: Callable[..., Proxy]) -> None:
     """The connection of the header lies idle during the transfer; that it broke meanwhile does not matter."""
     sent = donor.publish(make_snapshot(5, CHUNK))
-    answer = {"held": [0, CHUNK], "bytes": len(sent.header), "crc32": zlib.crc32(sent.header)}
-    lines = ({"nonce": "0" * 32}, {"proof": "0" * 64}, answer)
-    proxy = start_proxy(
-        donor, {0: sum(len(msgspec.json.encode(line)) + 1 for line in lines) + len(sent.header)}, "close"
-    )
+    digest = hashlib.sha256(sent.header).hexdigest()
+    answer = {"held": [0, CHUNK], "bytes": len(sent.header), "sha256": digest}
+    lines = ({"nonce": "0" * 32, "version": VERSION}, {"proof": "0" * 64}, answer)
+    num_bytes = sum(len(msgspec.json.encode(line)) + 1 for line in lines) + len(digest)  # of the seal
+    proxy = start_proxy(donor, {0: num_bytes + len(sent.header)}, "close")
     check_equal(fetch([proxy.address], TOKEN, 5, "4", 1, DEADLINE), sent)
     assert donor.told.wait(DEADLINE)
     assert donor.served == [("4", 5)]
@@ -348,7 +345,7 @@ def test_connections_that_always_break_fail_the_transfer(
 
 def test_a_donor_that_is_gone_is_given_up_at_once(donor: Donor, start_proxy: Callable[..., Proxy]) -> None:
     """When nobody listens any more after a break, another donor can be asked without any wait."""
-    proxy = start_proxy(donor, {1: 4700}, "gone")
+    proxy = start_proxy(donor, {1: 5300}, "gone")
     donor.publish(make_snapshot(5, 10 * CHUNK))
     started = time.monotonic()
     with pytest.raises(TransferError, match="ConnectionRefused"):
@@ -381,7 +378,7 @@ def test_what_has_come_of_a_state_is_let_go_of_at_once(
             raise ZeroDivisionError
 
     monkeypatch.setattr(state_fetch.device, "empty_host", empty_host)
-    address = start_proxy(donor, {1: 4700}, "gone").address if how == "gone" else donor.address
+    address = start_proxy(donor, {1: 5300}, "gone").address if how == "gone" else donor.address
     donor.publish(make_snapshot(5, 10 * CHUNK))
     gc.disable()
     try:
@@ -537,7 +534,7 @@ def test_a_donor_that_dies_costs_its_slices(
     snapshot, lost = make_snapshot(5, 200 * CHUNK), []
     for donor in donors:
         donor.publish(snapshot)
-    proxy = start_proxy(donors[1], {1: 4700}, "gone")
+    proxy = start_proxy(donors[1], {1: 5300}, "gone")
     addresses = [donors[0].address, proxy.address, donors[2].address]
     fetched = fetch(addresses, TOKEN, 5, "4", 3, DEADLINE, lose=lambda *what: lost.append(what))
     check_equal(fetched, snapshot)

@@ -25,7 +25,7 @@ from titan_ft.transfer import pace, state_fetch, state_server, wire
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.state_fetch import fetch
 from titan_ft.transfer.state_server import StateServer
-from titan_ft.transfer.wire import TransferError, proof, write_line
+from titan_ft.transfer.wire import VERSION, Handshake, SealedStream, TransferError
 
 
 def test_a_wrong_token_is_refused_by_the_donor(donor: Donor) -> None:
@@ -42,8 +42,8 @@ def test_an_unproven_connection_learns_nothing(donor: Donor, proof: object, capf
     donor.publish(make_snapshot(5, 10))
     with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as stranger:
         stream = stranger.makefile("rwb")
-        assert set(json.loads(stream.readline())) == {"nonce"}
-        stream.write(json.dumps({"nonce": "00", "proof": proof}).encode() + b"\n")
+        assert set(json.loads(stream.readline())) == {"nonce", "version"}
+        stream.write(json.dumps({"nonce": "00", "proof": proof, "version": VERSION}).encode() + b"\n")
         stream.write(b'{"step": 5, "header": true}\n')
         stream.flush()
         answer = stream.readline()
@@ -103,8 +103,9 @@ def test_a_recorded_proof_is_worth_nothing(donor: Donor) -> None:
             stream = connection.makefile("rwb")
             nonce = json.loads(stream.readline())["nonce"]
             if attempt == 0:
-                said_proof = proof(TOKEN, "joiner", nonce, "00")
-                said.append(json.dumps({"nonce": "00", "proof": said_proof}).encode() + b"\n")
+                said_proof = Handshake(TOKEN, nonce, "00", donor.address).proof("joiner")
+                hello = {"nonce": "00", "proof": said_proof, "version": VERSION}
+                said.append(json.dumps(hello).encode() + b"\n")
             stream.write(said[0])
             stream.flush()
             answer = json.loads(stream.readline())
@@ -155,11 +156,11 @@ def test_memory_under_a_reader_is_not_given_back(donor: Donor) -> None:
     donor.publish(sent)
     expected = sent.payload.clone()
     with donor.connect() as connection:
-        write_line(connection._stream, {"step": 5, "offset": 0, "bytes": sent.payload.numel()})
+        connection._sealed.write({"step": 5, "offset": 0, "bytes": sent.payload.numel()})
         wait_until(lambda: donor.server._readers == 1)
         assert donor.server.withdraw() is None
         donor.publish(make_snapshot(6, 10))
-        assert json.loads(connection._stream.readline())["bytes"] == sent.payload.numel()
+        assert connection._sealed.read()["bytes"] == sent.payload.numel()
         received = connection._stream.read(sent.payload.numel())
     assert received == expected.numpy().tobytes()
     wait_until(lambda: donor.server._readers == 0)
@@ -193,7 +194,7 @@ def test_requests_of_a_proven_joiner_may_be_wrong_too(donor: Donor, capfd: pytes
     sent = donor.publish(make_snapshot(5, CHUNK))
     for request in ({"step": "five"}, {"offset": 0}, {"step": 5, "offset": 0}, {"step": [5]}):
         with donor.connect() as connection:
-            write_line(connection._stream, request)
+            connection._sealed.write(request)
             assert b"bytes" not in read_rest(connection._stream)
     check_equal(donor.fetch(5), sent)
     assert "Traceback" not in capfd.readouterr().err
@@ -224,7 +225,7 @@ def test_a_slow_joiner_does_not_hold_up_another(donor: Donor, monkeypatch: pytes
     """While one joiner reads nothing of a large answer, another gets the whole state."""
     sent = donor.publish(make_snapshot(5, 32 << 20))
     with donor.connect() as slow:
-        write_line(slow._stream, {"step": 5, "offset": 0, "bytes": sent.payload.numel()})
+        slow._sealed.write({"step": 5, "offset": 0, "bytes": sent.payload.numel()})
         wait_until(lambda: donor.server._readers == 1)
         monkeypatch.setattr(state_fetch, "_CHUNK", 8 << 20)
         check_equal(donor.fetch(5), sent)
@@ -282,7 +283,7 @@ def test_a_throttled_answer_ends_with_its_joiner(start_donor: Callable[..., Dono
     donor = start_donor(max_mbps=0.01)
     sent = donor.publish(make_snapshot(5, 1 << 20))  # a quarter of an hour
     with donor.connect() as connection:
-        write_line(connection._stream, {"step": 5, "offset": 0, "bytes": sent.payload.numel()})
+        connection._sealed.write({"step": 5, "offset": 0, "bytes": sent.payload.numel()})
         wait_until(lambda: donor.server._readers == 1)
     wait_until(lambda: donor.server._readers == 0)
     assert donor.server.withdraw() is sent
@@ -310,7 +311,7 @@ def test_a_joiner_that_takes_nothing_is_dropped(
     donor = start_donor()
     sent = donor.publish(make_snapshot(5, 32 << 20))
     with donor.connect() as connection:
-        write_line(connection._stream, {"step": 5, "offset": 0, "bytes": sent.payload.numel()})
+        connection._sealed.write({"step": 5, "offset": 0, "bytes": sent.payload.numel()})
         wait_until(lambda: donor.server._readers == 1)
         wait_until(lambda: donor.server._readers == 0)
 
@@ -322,11 +323,13 @@ def test_a_donor_that_has_yet_to_copy_says_so(
     monkeypatch.setattr(state_server, "_WAITING_SECONDS", 0.02)
     said: list[int] = []
 
+    write = SealedStream.write
+
     def note(stream: Any, message: dict[str, Any]) -> None:
         said.extend([message["waiting"]] if "waiting" in message else [])
-        write_line(stream, message)
+        write(stream, message)
 
-    monkeypatch.setattr(state_server, "write_line", note)
+    monkeypatch.setattr(SealedStream, "write", note)
     donor = start_donor(wait_seconds=60.0)
     fetched = background.submit(donor.fetch, 5)
     wait_until(lambda: len(said) >= 3)
@@ -347,11 +350,13 @@ def test_a_donor_that_has_yet_to_copy_is_not_silent(
     monkeypatch.setattr(state_server, "_WAITING_SECONDS", 0.05)
     said: list[float] = []
 
+    write = SealedStream.write
+
     def note(stream: Any, message: dict[str, Any]) -> None:
         said.extend([time.monotonic()] if "waiting" in message else [])
-        write_line(stream, message)
+        write(stream, message)
 
-    monkeypatch.setattr(state_server, "write_line", note)
+    monkeypatch.setattr(SealedStream, "write", note)
     donor = start_donor(wait_seconds=60.0)
     fetched = background.submit(donor.fetch, 5)
     wait_until(lambda: bool(said) and said[-1] - said[0] > 4.0)

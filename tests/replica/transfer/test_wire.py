@@ -1,0 +1,234 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What somebody between joiner and donor, who does not know the token, can read and change: real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import re
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from io import BufferedRWPair
+from typing import Any
+
+import pytest
+from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapshot
+
+from titan_ft.protocol.errors import RefusedError
+from titan_ft.transfer.state_fetch import ask_offer, fetch
+from titan_ft.transfer.wire import VERSION, Handshake, SealedStream, SealError, TransferError, prove
+
+SECRET, FORGED = b"\xabthe weights\xcd", b"\xabevil bytes!\xcd"
+
+
+class Relay:
+    """Passes on what joiner and donor say, and changes what comes from the donor.
+
+    Args:
+        change: returns what the joiner gets in place of some bytes of the donor's.
+    """
+
+    def __init__(self, donor: Donor, change: Callable[[bytes], bytes] = lambda data: data) -> None:
+        self._port, self._change = donor.server.port, change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._closed = threading.Event()
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.read = bytearray()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            if select.select([self._listener], [], [], 0.02)[0]:
+                joiner, _ = self._listener.accept()
+                threading.Thread(target=self._pass, args=(joiner,), daemon=True).start()
+        self._listener.close()
+
+    def _pass(self, joiner: socket.socket) -> None:
+        with joiner, socket.create_connection(("127.0.0.1", self._port)) as donor, contextlib.suppress(OSError):
+            while not self._closed.is_set():
+                for source in select.select([joiner, donor], [], [], 0.1)[0]:
+                    data = source.recv(1 << 16)
+                    if not data:
+                        return
+                    if source is donor:
+                        self.read += data
+                        joiner.sendall(self._change(data))
+                    else:
+                        donor.sendall(data)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+@pytest.fixture
+def start_relay() -> Iterator[Callable[..., Relay]]:
+    """Provide the builder of relays; closes them."""
+    relays: list[Relay] = []
+
+    def start(*args: Any) -> Relay:
+        relays.append(Relay(*args))
+        return relays[-1]
+
+    yield start
+    for relay in relays:
+        relay.close()
+
+
+def publish_secret(donor: Donor) -> None:
+    snapshot = make_snapshot(5, CHUNK)
+    snapshot.payload[: len(SECRET)] = snapshot.payload.new_tensor(list(SECRET))
+    donor.publish(snapshot)
+
+
+def test_a_relay_at_another_address_reads_nothing(donor: Donor, start_relay: Callable[..., Relay]) -> None:
+    """A writer of the store sends joiners to a relay. The proofs that it passes on cover the address."""
+    publish_secret(donor)
+    relay = start_relay(donor)
+    with pytest.raises(RefusedError):
+        fetch([relay.address], TOKEN, 5, "4", 1, DEADLINE)
+    assert SECRET not in relay.read
+    assert b"tensors" not in relay.read, "nor the header"
+    with pytest.raises(RefusedError):
+        ask_offer(relay.address, TOKEN)
+
+
+def forge(data: bytes) -> bytes:
+    """Change the weights, and their digest in the line before, as far as that needs no token."""
+    forged = data.replace(SECRET, FORGED)
+    line, newline, payload = forged.partition(b"\n")
+    if payload:
+        line = re.sub(rb'"sha256":"\w+"', b'"sha256":"%s"' % hashlib.sha256(payload).hexdigest().encode(), line)
+    return line + newline + payload
+
+
+def test_a_relay_on_the_wire_changes_nothing(donor: Donor, start_relay: Callable[..., Relay]) -> None:
+    """At the donor's own address it passes the handshake on, and reads. What it changes is not taken."""
+    publish_secret(donor)
+    assert len(SECRET) == len(FORGED)
+    relay = start_relay(donor, forge)
+    donor.server.address = relay.address  # where the joiner dials, as if the relay were on the donor's wire
+    with pytest.raises(TransferError, match="checksums differ"):
+        fetch([relay.address], TOKEN, 5, "4", 1, DEADLINE)
+    assert SECRET in relay.read, "it was there to be changed"
+
+
+def connect_ends() -> tuple[SealedStream, SealedStream, bytearray]:
+    """Return a joiner and a donor over buffers, and what the joiner has sent."""
+    handshake = Handshake(TOKEN, "a", "b", "10.0.0.1:1")
+    sent = bytearray()
+
+    class Pipe(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def writable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            count = min(len(buffer), len(sent))
+            buffer[:count] = sent[:count]
+            del sent[:count]
+            return count
+
+        def write(self, data: Any) -> int:
+            sent.extend(data)
+            return len(data)
+
+    def end(role: str) -> SealedStream:
+        return SealedStream(BufferedRWPair(Pipe(), Pipe()), handshake, role)
+
+    return end("joiner"), end("donor"), sent
+
+
+def test_lines_arrive_in_their_order() -> None:
+    """Each end takes what the other one has said, in turn."""
+    joiner, donor, _ = connect_ends()
+    joiner.write({"step": 5})
+    assert donor.read() == {"step": 5}
+    donor.write({"waiting": 5})
+    donor.write({"bytes": 0})
+    assert [joiner.read(), joiner.read()] == [{"waiting": 5}, {"bytes": 0}]
+    assert joiner.read() == {}
+
+
+@pytest.mark.parametrize("what", ["changed", "left out", "repeated", "reflected", "without a seal", "cut"])
+def test_a_line_that_was_tampered_with_is_not_taken(what: str) -> None:
+    """Sequence, direction and words are all under the seal."""
+    joiner, donor, wire = connect_ends()
+    joiner.write({"step": 5})
+    first = bytes(wire)
+    reader = donor
+    if what == "changed":
+        wire[:] = first.replace(b"5", b"6", 1)
+    elif what == "left out":
+        wire.clear()
+        joiner.write({"step": 6})
+    elif what == "repeated":
+        assert donor.read() == {"step": 5}
+        wire[:] = first
+    elif what == "reflected":
+        reader = joiner
+    elif what == "without a seal":
+        wire[:] = b'{"step":5}\n'
+    else:
+        wire[:] = first[:-10]
+    with pytest.raises(SealError):
+        reader.read()
+
+
+def test_an_answer_to_another_request_is_not_taken() -> None:
+    """A donor's answer holds for the request that it has read, and for no other one."""
+    joiner, donor, wire = connect_ends()
+    joiner.write({"step": 5, "offset": 0})
+    donor.read()
+    donor.write({"bytes": 7})
+    answer = bytes(wire)
+    other, _, others_wire = connect_ends()
+    other.write({"step": 5, "offset": 1000})
+    others_wire[:] = answer
+    with pytest.raises(SealError):
+        other.read()
+
+
+def test_an_older_donor_is_refused_in_one_line() -> None:
+    """A donor of before this version greets without one."""
+    stream = BufferedRWPair(io.BytesIO(b'{"nonce": "00"}\n'), io.BytesIO())  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match=r"10\.0\.0\.1:1 speaks another version.*the same titan_ft") as caught:
+        prove(stream, "10.0.0.1:1", TOKEN)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_older_joiner_is_refused_in_one_line(donor: Donor) -> None:
+    """It shows the text of a refusal, as it did before."""
+    with (
+        socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as joiner,
+        joiner.makefile("rwb") as stream,
+    ):
+        stream.readline()
+        stream.write(b'{"nonce": "00", "proof": "11"}\n')
+        stream.flush()
+        refused = json.loads(stream.readline())["refused"]
+    assert "another version" in refused
+    assert "\n" not in refused
+
+
+def test_nonces_cannot_be_shifted_into_each_other() -> None:
+    """A proof of one pair of nonces is none of another pair that looks the same one after the other."""
+    one, other = Handshake(TOKEN, "a:b", "c", "h:1"), Handshake(TOKEN, "a", "b:c", "h:1")
+    assert one.proof("joiner") != other.proof("joiner")
+    assert one.proof("joiner") != one.proof("donor")
+    assert one.derive("key") not in (bytes.fromhex(one.proof("joiner")), bytes.fromhex(one.proof("donor")))
+    assert VERSION == 2
+
+
+def test_a_joiner_gets_what_the_relay_leaves_alone(donor: Donor, start_relay: Callable[..., Relay]) -> None:
+    """The control of the tests above: without a change the state arrives."""
+    sent = donor.publish(make_snapshot(5, 3 * CHUNK))
+    relay = start_relay(donor)
+    donor.server.address = relay.address
+    check_equal(fetch([relay.address], TOKEN, 5, "4", 1, DEADLINE), sent)
