@@ -29,6 +29,9 @@ from titan_ft.run.error_file import claim_file, write_error
 from titan_ft.run.marks import mark_end_in_order, mark_training
 from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.output import protect_output
+from titan_ft.system.address import is_loopback, join_address
+from titan_ft.system.ownership import write_for_owner_only
+from titan_ft.system.token import TOKEN_ENV, check_token, read_token
 from titan_ft.training.divisions import check_ranks
 from titan_ft.training.job_config import check_paths, digest_config, prepare_config, read_config
 
@@ -52,6 +55,7 @@ def main() -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     protect_output()
     claim_file()
+    write_for_owner_only()
     exit_with_parent()
     ends_in_order, pid = True, os.getpid()
     try:
@@ -189,11 +193,16 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         mark_training()
         titan.take_off_record()
         faulthandler.enable(2)  # as `record` does: the log of a crash in native code has the stacks
+        lighthouse = ft_config.resolve_lighthouse(job_config.fault_tolerance, environ.get("TORCHFT_LIGHTHOUSE"))
+        token = read_token(environ)
+        own_host = job_config.fault_tolerance.advertise_address or "localhost"  # else the route to the lighthouse
+        check_token(token, is_local=is_loopback(lighthouse) and is_loopback(join_address(own_host, 0)))
+        os.environ.pop(TOKEN_ENV, None)  # what a worker starts, such as a loader, has no use for it
         launch = Launch(
             rank=int(environ["RANK"]),
             store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])),
-            lighthouse=ft_config.resolve_lighthouse(job_config.fault_tolerance, environ.get("TORCHFT_LIGHTHOUSE")),
-            token=environ.get("TITAN_FT_TOKEN", ""),
+            lighthouse=lighthouse,
+            token=token,
             attempt=int(environ.get("TITAN_FT_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
             config_digest=digest_config(job_config),
             slurm=_slurm_step(environ),

@@ -107,7 +107,7 @@ def test_two_hosts(start: Start, hosts: Hosts, tmp_path: Path, shared: bool) -> 
     for replica, folder in enumerate(folders):
         options = ["--replica", str(replica), "--replicas", "2", "--ranks-per-node", "1", "--lighthouse", address]
         command = [*TITAN_FT, "group", "llama3_debug", *options, "--run-dir", str(folder), "--", *FLAGS]
-        groups.append(start(*hosts.command(replica), *command, TITAN_FT_TOKEN="secret"))
+        groups.append(start(*hosts.command(replica), *command, TITAN_FT_TOKEN="a secret of this run"))
     for group in groups:
         group.communicate(timeout=SECONDS)
     if not shared:

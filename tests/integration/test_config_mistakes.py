@@ -98,6 +98,17 @@ def test_no_lighthouse(zygote: ZygoteClient, tmp_path: Path, variable: str) -> N
     check_line(worker.output(), ["TORCHFT_LIGHTHOUSE", "http://host:port"])
 
 
+@pytest.mark.parametrize("token", ["", "hunter2"])
+def test_no_token_off_loopback(zygote: ZygoteClient, tmp_path: Path, token: str) -> None:
+    """A worker that other hosts reach would hand out its weights to whoever asks, or guesses."""
+    argv = [f"--job.config_file={CONFIG}", f"--job.dump_folder={tmp_path / 'run'}"]
+    env = {**RANK, "TORCHFT_LIGHTHOUSE": "http://192.0.2.1:29510", "TITAN_FT_TOKEN": token}
+    worker = zygote.call("titan_ft.train:main", tmp_path / "worker.log", argv, env)
+    assert worker.code == 2, worker.output()
+    check_line(worker.output(), ["TITAN_FT_TOKEN must be set", "at least 16 bytes"])
+    assert "hunter2" not in worker.output()
+
+
 def test_nccl_without_a_gpu(make_job: Callable[..., Job]) -> None:
     """On a machine without a GPU the process group "nccl" is refused with the remedy."""
     job = make_job(groups=1, flags=["--fault_tolerance.process_group=nccl"], max_restarts=0)

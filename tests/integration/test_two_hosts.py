@@ -61,7 +61,7 @@ class Job:
     def start(self, host: int, *command: str) -> subprocess.Popen[str]:
         path = [ROOT, ROOT / "tests" / "integration"]
         env = {**os.environ, "PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1"}
-        env |= {"TITAN_FT_TOKEN": "secret", "TITAN_FT_DRILL_GO": str(self.go)}
+        env |= {"TITAN_FT_TOKEN": "a secret of this run", "TITAN_FT_DRILL_GO": str(self.go)}
         env["GLOO_SOCKET_IFNAME"] = (
             "eth7"  # the name of a host is resolved to nothing here, and Gloo would take the loopback
         )

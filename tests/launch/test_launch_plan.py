@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shlex
 import tomllib
@@ -16,6 +17,7 @@ import pytest
 from tests.event_builder import event
 from titan_ft.cli.main import main
 from titan_ft.config import ConfigError
+from titan_ft.launch.group.worker_group import open_log
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.local import launch
 from titan_ft.launch.resume import Command, read_command, without_headers
@@ -52,6 +54,34 @@ def tell(paths: RunPaths, *names: str) -> None:
     for name in names:
         log.emit(event(name))
     log.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_folder_of_another_user_is_refused(config: Path) -> None:
+    """He decides what is in it: the checkpoint that is loaded, the file that a log's name is a link to."""
+    root = config.parent / "run"
+    root.mkdir()
+    os.chown(root, 65534, 65534)
+    with pytest.raises(ConfigError, match="--run-dir must be yours alone"):
+        plan(config)
+    assert main(["launch", str(config), "--replicas=2", "--ranks-per-replica=1", f"--run-dir={root}"]) == 2
+    assert not any(root.iterdir())
+
+
+@pytest.mark.parametrize("name", ["config.toml", "logs/lighthouse.log"])
+def test_nothing_is_written_through_a_link(config: Path, name: str) -> None:
+    """Who may write in the folder, such as the group, would have this user's own files overwritten."""
+    victim, link = config.parent / "bashrc", config.parent / "run" / name
+    victim.write_text("mine\n")
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim)
+    if name == "config.toml":
+        with pytest.raises(ConfigError, match=r"can be written, got .*symbolic links"), plan(config).occupied():
+            pass
+    else:
+        with open_log(link) as log:
+            log.write(b"a line that comes on stderr\n")
+    assert victim.read_text() == "mine\n"
 
 
 def test_command_lines(config: Path) -> None:
@@ -200,15 +230,13 @@ def test_a_launch_that_is_refused_for_want_of_room_changes_nothing(
     before = first.paths.config.read_text()
     resumed, written = plan(config, resume=True), []
 
-    def write_text(path: Path, text: str, **settings: str) -> int:
+    def replace(made: LaunchPlan, text: str) -> None:
         written.append(text)
-        with path.open("w") as file:
-            file.write(text if text == before else text[:10])
-        if text == before:
-            return len(text)
-        raise OSError(errno.ENOSPC, "No space left on device")
+        made.paths.config.write_text(text if text == before else text[:10])
+        if text != before:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(LaunchPlan, "_replace_config", replace)
     with pytest.raises(ConfigError, match=r"--run-dir must be a folder that can be written, got .*No space left"):
         resumed.write()
     assert len(written) == 2

@@ -96,7 +96,9 @@ def test_an_end_of_a_disturbed_attempt_is_not_the_hosts(code: int) -> None:
     assert not counts_against_host(exit.event(0, disturbed=True, log=None))
 
 
-def test_the_policy_comes_from_the_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_policy_comes_from_the_environment(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The user's command gets host and reason; one that fails keeps nobody from leaving."""
     assert SuspectPolicy.of({}).deaths == 0
     file = tmp_path / "exclude-7"
@@ -104,11 +106,12 @@ def test_the_policy_comes_from_the_environment(tmp_path: Path, capfd: pytest.Cap
         {
             "TITAN_FT_HOST_DEATHS": "3",
             "TITAN_FT_HOST_WINDOW": "600",
-            "TITAN_FT_ON_HOST_SUSPECTED": "sh -c 'echo told: $1: $2; exit 5' x",
+            "TITAN_FT_ON_HOST_SUSPECTED": "sh -c 'echo told: $1: $2$TITAN_FT_TOKEN; exit 5' x",
             "TITAN_FT_SUSPECTED_HOSTS": str(file),
         }
     )
     assert (policy.deaths, policy.window_seconds) == (3, 600.0)
+    monkeypatch.setenv("TITAN_FT_TOKEN", "which it has no use for")
     begin = time.time() - 1.0  # it is written in whole seconds
     policy.act("n1", "3 workers died")
     out, errors = capfd.readouterr()

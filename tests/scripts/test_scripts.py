@@ -61,7 +61,7 @@ def dry_run(*arguments: str, **environment: str) -> list[str]:
     """The words of the command that replica_group.sh would run, on a host without Slurm's commands."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "dirname").symlink_to("/usr/bin/dirname")
-        environment = {"TITAN_FT_TOKEN": "secret", **environment}
+        environment = {"TITAN_FT_TOKEN": "a secret of this run", **environment}
         result = group(*arguments, path=folder, **environment)
     assert result.returncode == 0, result.stderr
     return shlex.split(result.stdout)
@@ -159,7 +159,7 @@ def test_a_scontrol_that_fails_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho scontrol: fatal: no configuration >&2\nexit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
     words = options(nodes="2", lighthouse="http://127.0.0.1:1")
-    environment = {"SLURM_JOB_NODELIST": "gpu[003-004]", "SLURM_JOB_ID": "7", "TITAN_FT_TOKEN": "secret"}
+    environment = {"SLURM_JOB_NODELIST": "gpu[003-004]", "SLURM_JOB_ID": "7", "TITAN_FT_TOKEN": "a secret of this run"}
     result = group(*words, path=str(tmp_path), **environment)
     assert (result.returncode, result.stderr) == (0, "")
     assert "--rendezvous=gpu003:20007" in shlex.split(result.stdout)
@@ -230,7 +230,7 @@ def test_mistakes_are_refused_in_one_line(
     """
     for name in [name for name in os.environ if name.startswith(OURS)]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("TITAN_FT_TOKEN", "secret")
+    monkeypatch.setenv("TITAN_FT_TOKEN", "a secret of this run")
     assert main(["group", "--dry-run", *arguments]) == 2
     line = capsys.readouterr().err
     assert message in line
@@ -251,7 +251,7 @@ def test_the_folder_of_a_launch_that_goes_on_is_refused(tmp_path: Path) -> None:
     """The events of two jobs would be in one folder."""
     with (tmp_path / "config.toml").open("w") as config:
         assert hold(config)
-        result = group(*options(run_dir=str(tmp_path)), TITAN_FT_TOKEN="secret")
+        result = group(*options(run_dir=str(tmp_path)), TITAN_FT_TOKEN="a secret of this run")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "--run-dir must not be in use by titan-ft launch" in result.stderr
 
@@ -261,6 +261,26 @@ def test_a_token_is_required_off_this_host() -> None:
     result = group(*options())
     assert result.returncode == 2
     assert "TITAN_FT_TOKEN must be set" in result.stderr
+
+
+def test_a_short_token_is_refused_off_this_host() -> None:
+    """Somebody who plays a donor can try all short ones."""
+    result = group(*options(), TITAN_FT_TOKEN="hunter2")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "at least 16 bytes, got 7 bytes" in result.stderr
+    assert "hunter2" not in result.stderr
+
+
+def test_a_token_may_be_in_a_file(tmp_path: Path) -> None:
+    """The workers read it there, too."""
+    token = tmp_path / "token"
+    token.write_text("a secret of this run\n")
+    token.chmod(0o644)
+    result = group(*options(), TITAN_FT_TOKEN="", TITAN_FT_TOKEN_FILE=str(token))
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "TITAN_FT_TOKEN_FILE must be readable by you alone, got mode 644" in result.stderr
+    token.chmod(0o600)
+    assert group(*options(), TITAN_FT_TOKEN="", TITAN_FT_TOKEN_FILE=str(token)).returncode == 0
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:29510", "http://localhost:1", "http://[::1]:29510"])

@@ -122,10 +122,38 @@ def test_one_command_submits_a_run(tmp_path: Path) -> None:
     assert "scancel 103 101 102" in done.stdout
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_token_file_or_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    """Who made them knows the token, or puts another one in its place."""
+    token, run = tmp_path / "secret", tmp_path / "run"
+    token.write_text("a secret of mine, long enough")
+    token.chmod(0o600)
+    os.chown(token, 65534, 65534)
+    done = submit(tmp_path, *full(tmp_path), "--token-file", str(token))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--token-file must be readable by you alone" in done.stderr
+    assert "belongs to user 65534" in done.stderr
+    run.mkdir(exist_ok=True)
+    os.chown(run, 65534, 65534)
+    done = submit(tmp_path, *full(tmp_path))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--run-dir must be yours alone" in done.stderr
+
+
+def test_a_short_token_is_refused(tmp_path: Path) -> None:
+    """A donor that does not know it could find it offline."""
+    token = tmp_path / "secret"
+    token.write_text("hunter2\n")
+    token.chmod(0o600)
+    done = submit(tmp_path, *full(tmp_path), "--token-file", str(token))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "at least 16 bytes, got 7 bytes" in done.stderr
+
+
 def test_a_token_of_the_users_is_taken_if_nobody_else_can_read_it(tmp_path: Path) -> None:
     """It says which mode it has; nothing is submitted."""
     token = tmp_path / "secret"
-    token.write_text("mine")
+    token.write_text("a secret of mine, long enough")
     token.chmod(0o640)
     done = submit(tmp_path, *full(tmp_path), "--token-file", str(token))
     assert done.returncode == 2
@@ -133,7 +161,7 @@ def test_a_token_of_the_users_is_taken_if_nobody_else_can_read_it(tmp_path: Path
     assert not (tmp_path / "calls").exists()
     token.chmod(0o600)
     assert submit(tmp_path, *full(tmp_path), "--token-file", str(token)).returncode == 0
-    assert (tmp_path / "run" / "token").read_text() == "mine"
+    assert (tmp_path / "run" / "token").read_text() == "a secret of mine, long enough"
     assert (tmp_path / "run" / "token").stat().st_mode & 0o777 == 0o600
 
 

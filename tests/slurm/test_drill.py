@@ -166,7 +166,7 @@ def test_a_group_that_lost_an_agent_is_requeued(folder: Path) -> None:
         agent, batch = folder / "agent", REPOSITORY / "titan_ft" / "cluster" / "batch"
         agent.write_text(AGENT)
         agent.chmod(0o755)
-        (folder / "token").write_text("secret")
+        (folder / "token").write_text("a secret of this run")
         cluster.env["RUN"] = str(folder)
         script = [str(batch / "replicas.sbatch"), str(batch), str(agent), str(folder)]
         submitted = cluster.run("sbatch", "--parsable", "--nodes=2", f"--output={folder}/out", *script)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from titan_ft.system.ownership import no_follow
+
 LIFETIME_SECONDS = 60.0
 """An agent ignores an order that is older than this: one that nobody took must not strike when nobody expects it."""
 
@@ -42,7 +44,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         """
         line = msgspec.json.encode(self) + b"\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        fd = no_follow(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             # One write: a reader never sees half an order behind a newline, and writers do not mix their lines.
             written = os.write(fd, line)

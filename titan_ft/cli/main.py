@@ -14,12 +14,14 @@ from titan_ft.config import ConfigError
 from titan_ft.options import COMMANDS, TAKES_FLAGS
 from titan_ft.run.appender import DISK_ERRNOS
 from titan_ft.run.output import replace_unprintable
+from titan_ft.system.ownership import write_for_owner_only
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config, 130 Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     replace_unprintable()
+    write_for_owner_only()
     try:
         try:
             return _run(argv)

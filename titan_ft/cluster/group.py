@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
 import shlex
@@ -32,9 +31,10 @@ from titan_ft.live.metrics import split_address as split_metrics_address
 from titan_ft.options import Group
 from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
-from titan_ft.system.address import ALL_HOSTS, split_address
+from titan_ft.system.address import ALL_HOSTS, is_loopback, split_address
+from titan_ft.system.run_folder import check_run_folder
+from titan_ft.system.token import check_token, read_token
 
-TOKEN_ENV = "TITAN_FT_TOKEN"
 AGENT = "titan_ft.launch.group.agent"
 _OWN_FLAGS = {
     "job.config_file": "CONFIG",
@@ -76,6 +76,7 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
     check_flags(flags)
     config = find_toml(options.config)
     _check_not_in_use(options.run_dir)
+    check_run_folder(options.run_dir)
     replica, replicas = _find_number(options, environ)
     lighthouse = _find_lighthouse(options, environ, config)
     nodes, ranks_per_node = _find_shape(options, environ)
@@ -84,11 +85,7 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
     if options.metrics_port:
         split_metrics_address(options.metrics_port)
     is_local = is_loopback(lighthouse) and (nodes == 1 or is_loopback(rendezvous))
-    if not environ.get(TOKEN_ENV) and not is_local:
-        raise ConfigError(
-            f"{TOKEN_ENV} must be set to the same secret for all groups, got nothing; without it any host on the "
-            "network could hand out weights"
-        )
+    check_token(read_token(environ), is_local=is_local)
     table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
     command = [
         *(sys.executable, "-m", AGENT, "--cluster"),
@@ -174,20 +171,6 @@ def split_options(name: str, text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"{name} must be options as a shell reads them, got {text!r}; {error}") from error
-
-
-def is_loopback(address: str) -> bool:
-    """True if an address, http://HOST:PORT or HOST:PORT, is on this host only."""
-    try:
-        host, _ = split_address(address)
-    except ValueError:  # a file: its lighthouse may be anywhere
-        return False
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_not_in_use(run_dir: Path) -> None:

@@ -29,10 +29,11 @@ from titan_ft.launch.shared_settings import lighthouse_settings, table_overrides
 from titan_ft.options import SlurmSubmit
 from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
+from titan_ft.system.run_folder import check_run_folder
+from titan_ft.system.token import check_private, check_token
 
 BATCH = Path(__file__).parent / "batch"
 """Folder of the batch scripts. Jobs read it when they start, so that it must be on storage that all nodes share."""
-_PRIVATE_MODES = (0o600, 0o400)
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
         raise ConfigError("sbatch must be on the PATH, got no such command; run this where jobs are submitted")
     root = options.run_dir.resolve()
     _check_not_in_use(root)
+    check_run_folder(root)
     try:
         _prepare(root, options.token_file)
     except OSError as error:
@@ -191,11 +193,8 @@ def _place_token(own: Path, given: Path | None) -> None:
     token_file = given or own
     if not token_file.exists():
         _write_private(token_file, secrets.token_hex(32))
-    mode = token_file.stat().st_mode & 0o777
-    if mode not in _PRIVATE_MODES:
-        raise ConfigError(
-            f"--token-file must be readable by you alone, got mode {mode:o} of {token_file}; chmod 600 it"
-        )
+    check_private(token_file, token_file.stat(), "--token-file")
+    check_token(token_file.read_text().strip(), is_local=False)
     if token_file.resolve() != own:
         own.unlink(missing_ok=True)
         _write_private(own, token_file.read_text())

@@ -51,6 +51,8 @@ from titan_ft.run.events import LaunchStarted
 from titan_ft.run.held import hold, is_held
 from titan_ft.run.paths import JOB_CURVE, RunPaths
 from titan_ft.run.tail import EventTail
+from titan_ft.system.ownership import no_follow
+from titan_ft.system.run_folder import check_run_folder
 from titan_ft.training.divisions import DEGREES, check_ranks
 
 if TYPE_CHECKING:
@@ -136,6 +138,7 @@ class LaunchPlan:
                 "wandb, or set it to false"
             )
         self.check_not_in_use()
+        check_run_folder(self.paths.root)
         self._replaces_failed_start = not options.resume and is_failed_start(self.paths)
         if options.resume:
             self._check_resume(values)
@@ -305,11 +308,15 @@ class LaunchPlan:
             OSError: it cannot be written, for example because the disk is full.
         """
         try:
-            self.paths.config.write_text(text, encoding="utf-8")
+            self._replace_config(text)
         except OSError:
             with contextlib.suppress(OSError):  # what was there took no more room
-                self.paths.config.write_text(held, encoding="utf-8")
+                self._replace_config(held)
             raise
+
+    def _replace_config(self, text: str) -> None:
+        with open(self.paths.config, "w", encoding="utf-8", opener=no_follow) as config:
+            config.write(text)
 
     @contextlib.contextmanager
     def occupied(self) -> Iterator[None]:
@@ -322,7 +329,8 @@ class LaunchPlan:
         """
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
-            held = self.paths.config.open("a", encoding="utf-8")  # `write` keeps the file, and so the lock on it
+            # `write` keeps the file, and so the lock on it.
+            held = open(self.paths.config, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115  # closed below
         except OSError as error:
             raise self._unwritable(error) from error
         with held:

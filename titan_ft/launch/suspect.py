@@ -8,6 +8,7 @@ whatever runs there. The whole job's ends on the host count, for groups may foll
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from titan_ft.launch.group.own_end import may_be_the_host
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.run.events import WorkerExited
 from titan_ft.run.tail import EventTail
+from titan_ft.system.ownership import no_follow
+from titan_ft.system.token import TOKEN_ENV
 
 _COMMAND_SECONDS = 60.0
 
@@ -66,14 +69,15 @@ class SuspectPolicy:
         """Tell the user's command and the batch script; what fails in it is said, and keeps nobody from leaving."""
         if self.file is not None:
             try:
-                with self.file.open("a") as file:
+                with open(self.file, "a", opener=no_follow) as file:
                     file.write(f"{host} {time.time() + self.window_seconds:.0f}\n")
             except OSError as error:
                 print(f"titan_ft: {self.file} cannot be written ({error.strerror})", file=sys.stderr)
         if not self.command:
             return
         try:
-            done = subprocess.run([*self.command, host, reason], timeout=_COMMAND_SECONDS, check=False)
+            env = {name: value for name, value in os.environ.items() if name != TOKEN_ENV}
+            done = subprocess.run([*self.command, host, reason], env=env, timeout=_COMMAND_SECONDS, check=False)
             said = f"ended with exit status {done.returncode}" if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
             said = f"failed: {error}"

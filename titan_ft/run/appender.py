@@ -318,7 +318,7 @@ class FileAppender(Appender):
     def _open(self) -> int:
         if not self._was_open:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             # Opened again and empty: a new file in place of one that was removed. After ESTALE it is the
             # old one, which is not empty.

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from titan_ft.system.address import split_address
+from titan_ft.system.ownership import no_follow
 
 FILE_PREFIX = "file:"
 _POLL_SECONDS = 0.2
@@ -66,7 +67,7 @@ class Announcement:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with part.open("w") as file:
+            with open(part, "w", opener=no_follow) as file:
                 file.write(json.dumps(asdict(self)) + "\n")
                 file.flush()
                 os.fsync(file.fileno())  # on a network file system the name could be there before the bytes

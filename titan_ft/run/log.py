@@ -22,6 +22,7 @@ import msgspec
 from titan_ft.run.appender import FINISH_SECONDS, WAITING_BYTES, FileAppender, Stall
 from titan_ft.run.events import Event, EventsDelayed, EventsDropped, kinds
 from titan_ft.run.paths import RunPaths
+from titan_ft.system.ownership import no_follow
 
 _BLOCK_BYTES = 256 * 1024
 _UNSET = (None, -1)
@@ -85,7 +86,7 @@ class EventLog:
     def _rotate(self) -> None:
         path = RunPaths.following(self._path, self._number + 1)
         try:
-            with path.open("ab"):
+            with open(path, "ab", opener=no_follow):
                 pass
         except OSError:
             # Where no more files can be made, this one goes on: it can say that events wait for room (`FileAppender`).

@@ -54,6 +54,20 @@ def is_unspecified(host: str) -> bool:
     return ipaddress.ip_address(host.strip("[]")).is_unspecified
 
 
+def is_loopback(address: str) -> bool:
+    """True if an address, http://HOST:PORT or HOST:PORT, is on this host only."""
+    try:
+        host, _ = split_address(address)
+    except ValueError:  # a file: its lighthouse may be anywhere
+        return False
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def usable_bind(host: str) -> str:
     """Return where a server listens that was asked to listen at `host`: 0.0.0.0 for :: on a host without IPv6."""
     if host == ALL_HOSTS[socket.AF_INET6] and not socket.has_dualstack_ipv6():

@@ -37,7 +37,8 @@ from titan_ft.run.error_file import write_error
 from titan_ft.run.events import RankSilent, StateServed
 from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
-from titan_ft.system.address import find_source_address, split_address
+from titan_ft.system.address import find_source_address, is_loopback, join_address, split_address
+from titan_ft.system.token import check_token
 from titan_ft.training import spec
 from titan_ft.training.worker import Launch
 from titan_ft.transfer.reach import Probe
@@ -218,13 +219,16 @@ def connect_control(config: FaultTolerance, launch: Launch) -> ControlTree:
     """Connect this rank to the control tree of its group. A collective of the group.
 
     Raises:
+        ConfigError: other hosts reach this rank, and there is no token, or a short one.
         LighthouseError: the rank's parent in the tree cannot be reached.
     """
     num_ranks = torch.distributed.get_world_size()
+    host = config.advertise_address or find_source_address(*launch.store)
+    check_token(launch.token, is_local=num_ranks == 1 or is_loopback(join_address(host, 0)))
     return ControlTree(
         launch.rank,
         num_ranks,
-        host=config.advertise_address or find_source_address(*launch.store),
+        host=host,
         token=launch.token,
         store=TCPStore(*launch.store, is_master=False, wait_for_workers=False) if num_ranks > 1 else None,
         key=f"titan_ft/control/{config.replica_id}/{launch.attempt}",

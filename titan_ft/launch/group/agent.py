@@ -90,6 +90,7 @@ from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import EventTail, last_error_line
 from titan_ft.system.process import node_name
 from titan_ft.system.stop import StopRequests
+from titan_ft.system.token import read_token
 
 POLL_SECONDS = 0.02
 RETRY_SECONDS = 0.2
@@ -103,7 +104,6 @@ DEFAULT_MODULE = "titan_ft.train"
 LATE_RETURN_SECONDS = 10.0
 """A group that came back, and has not committed so long after another group finished, has come too late."""
 SENT_AWAY = "its workers were told to leave"
-TOKEN_ENV = "TITAN_FT_TOKEN"
 ZYGOTE_ENV = "TITAN_FT_ZYGOTE"
 """0: workers are new processes, as with --no-zygote."""
 NEW_PROCESSES = "its workers are new processes"
@@ -595,7 +595,7 @@ class _Main:
     def _lead_or_follow(self, metrics_place: str) -> int:
         """Lead the group if its rendezvous is at this host, else follow the agent that does."""
         spec = self.spec
-        token = os.environ.get(TOKEN_ENV, "")
+        token = read_token(os.environ)
         self._follower = Follower(
             self._stop,
             token,

@@ -25,6 +25,7 @@ from titan_ft.run.error_file import read_error
 from titan_ft.run.marks import has_left, remove_training_mark
 from titan_ft.run.orphan import PARENT_PID_ENV
 from titan_ft.system.address import is_unspecified, usable_bind
+from titan_ft.system.ownership import no_follow
 from titan_ft.system.process import node_name
 
 LOOPBACK = "127.0.0.1"
@@ -379,7 +380,7 @@ def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
     """Open a log, in whose folder others may be; where that fails, its lines go where this process's errors go."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open(mode)
+        return open(path, mode, opener=no_follow)
     except OSError as error:
         print(f"{path} cannot be written ({error.strerror}): its lines come here", file=sys.stderr, flush=True)
         return open(os.dup(2), mode)

@@ -24,6 +24,7 @@ from typing import Any
 
 import titan_ft
 from titan_ft.config import TABLE, ConfigError
+from titan_ft.system.ownership import no_follow
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Manifest:
         """
         values = dataclasses.asdict(self) | {"table": digest_table(folder)}
         values[_OWN_DIGEST] = _digest_values(values)
-        with (folder / MANIFEST).open("w") as file:
+        with open(folder / MANIFEST, "w", opener=no_follow) as file:
             file.write(json.dumps(values, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())  # as DCP does with the data

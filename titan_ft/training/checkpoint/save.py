@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_ft.host.titan_0_2 import logger
 from titan_ft.protocol.errors import FinalError
+from titan_ft.system.ownership import no_follow
 from titan_ft.training.checkpoint.damage import one_line
 from titan_ft.training.checkpoint.export import ExportError
 
@@ -164,7 +165,7 @@ def _probe(folder: Path) -> OSError | None:
     """Write a megabyte into `folder`; return the error if its disk is full."""
     path = folder / f".room-{os.getpid()}"
     try:
-        with path.open("wb") as file:
+        with open(path, "wb", opener=no_follow) as file:
             file.write(bytes(_PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())

@@ -1,0 +1,132 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A run's folder that somebody else has made, or may write."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from titan_ft.config import ConfigError
+from titan_ft.run.appender import FileAppender
+from titan_ft.run.lighthouse import Announcement
+from titan_ft.system.ownership import no_follow, write_for_owner_only
+from titan_ft.system.run_folder import check_run_folder
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Provide a run's folder as it is made."""
+    found = tmp_path / "run"
+    found.mkdir(mode=0o755)
+    return found
+
+
+def test_a_folder_of_ones_own_is_taken(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a word; nor is there one of a folder that is yet to be made."""
+    (folder / "config.toml").touch()
+    check_run_folder(folder)
+    check_run_folder(folder / "none")
+    assert capfd.readouterr().err == ""
+
+
+@as_root
+@pytest.mark.parametrize("planted", ["", "file", "checkpoint", "link"])
+def test_a_folder_of_another_user_is_refused(folder: Path, planted: str) -> None:
+    """Or one in which another user has made a file, a checkpoint or a link."""
+    target = folder / "config.toml" if planted else folder
+    if planted == "file":
+        target.touch()
+    elif planted == "checkpoint":
+        target = folder / "checkpoint"
+        target.mkdir()
+    elif planted == "link":
+        target.symlink_to(folder)  # at something of this user
+    os.chown(target, NOBODY, NOBODY, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=rf"--run-dir must be yours alone.*{target} belongs to user {NOBODY}"):
+        check_run_folder(folder)
+
+
+@pytest.mark.parametrize(("mode", "is_refused"), [(0o777, True), (0o757, True), (0o1777, False)])
+def test_a_folder_that_everybody_may_write_is_refused(folder: Path, mode: int, is_refused: bool) -> None:
+    """But for one with the sticky bit."""
+    folder.chmod(mode)
+    if not is_refused:
+        check_run_folder(folder)
+        return
+    with pytest.raises(ConfigError, match=rf"which every user may write \(mode {mode:o}\); chmod o-w") as caught:
+        check_run_folder(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_the_group_may_write_is_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is common with the umask 002."""
+    folder.chmod(0o775)
+    check_run_folder(folder)
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_a_file_server_that_maps_this_user_is_no_stranger(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root is nobody on most of them: then its new files are nobody's, too."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        mapped = os.fstat(file.fileno()).st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: mapped + 1)
+    monkeypatch.setattr("titan_ft.system.ownership.ROOT", mapped + 2)
+    check_run_folder(folder)
+    own = SimpleNamespace(st_uid=mapped + 1, st_size=0)
+    monkeypatch.setattr(os, "fstat", lambda _: own)
+    with pytest.raises(ConfigError, match=f"belongs to user {mapped};"):
+        check_run_folder(folder)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """Provide a file of this user that must stay as it is."""
+    found = tmp_path / "bashrc"
+    found.write_text("mine\n")
+    return found
+
+
+def test_events_are_not_written_through_a_link(folder: Path, victim: Path) -> None:
+    """Nor is anything else that is opened with this opener."""
+    (folder / "events.jsonl").symlink_to(victim)
+    appender = FileAppender(folder / "events.jsonl")
+    appender.append(b"{}\n")
+    assert appender.stall is not None, "the record waits, as it does for a disk that has failed"
+    appender.close(0.0)
+    with pytest.raises(OSError, match="symbolic links"), open(folder / "events.jsonl", "w", opener=no_follow):
+        pass
+    assert victim.read_text() == "mine\n"
+
+
+def test_an_announcement_is_not_written_through_a_link(folder: Path, victim: Path) -> None:
+    """The lighthouse's file is written beside its place first."""
+    announcement = Announcement("http://10.0.0.1:29510", "job", "host", "id")
+    (folder / ".lighthouse.json-id").symlink_to(folder / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        announcement.prepare(folder / "lighthouse.json")
+    assert not (folder / "elsewhere").exists()
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    """Give this process its umask back."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(0o002, 0o022), (0o022, 0o022), (0o077, 0o077), (0o000, 0o022)])
+def test_nobody_else_may_write_what_a_run_makes(usual_umask: None, given: int, expected: int) -> None:
+    """A narrower umask of the user's stays."""
+    os.umask(given)
+    write_for_owner_only()
+    assert os.umask(0o022) == expected
