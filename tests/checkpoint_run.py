@@ -25,7 +25,6 @@ from titan_ft.run.events import Event
 cpu.prepare()
 
 from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageReader  # noqa: E402
-from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
@@ -243,7 +242,7 @@ class Ranks:
         for run in self.runs:
             run.gather = self._gather  # type: ignore[method-assign]
         monkeypatch.setattr(dist, "get_rank", lambda *_: self.rank)
-        monkeypatch.setattr(CheckpointManager, "dcp_load", self._load)
+        monkeypatch.setattr("titan_ft.training.checkpoint.manager.load_checkpoint", self._load)
         monkeypatch.setattr(Load, "check", lambda *_: None)
 
     @property

@@ -1071,10 +1071,10 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded(
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
 
-    def load(_: Any, state_dict: dict[str, Any], *__: Any) -> None:
+    def load(state_dict: dict[str, Any], _: str) -> None:
         state_dict["titan_ft"]["lineage"] = 7 + ranks.rank
 
-    monkeypatch.setattr(CheckpointManager, "dcp_load", load)
+    monkeypatch.setattr("titan_ft.training.checkpoint.manager.load_checkpoint", load)
     for error in ranks.load():
         assert isinstance(error, LoadError)
         assert "different states of step 10" in str(error)

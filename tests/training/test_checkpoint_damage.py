@@ -33,6 +33,7 @@ from titan_ft.training.checkpoint import damage as checkpoint_damage  # noqa: E4
 from titan_ft.training.checkpoint.choice import LoadError, LoadRequest, agree_on_step  # noqa: E402
 from titan_ft.training.checkpoint.damage import NOTES, find_defect  # noqa: E402
 from titan_ft.training.checkpoint.folder import INDEX, MANIFEST, Manifest, complete_steps  # noqa: E402
+from titan_ft.training.checkpoint.reader import CheckpointReader  # noqa: E402
 
 Damage = Callable[[Path], None]
 MakeRun = Callable[..., Run]
@@ -484,14 +485,14 @@ def test_a_file_server_that_is_away_for_a_moment_is_no_damage(
 ) -> None:
     """The newest one is loaded when it answers."""
     make_run().train(10)
-    looks, read = itertools.count(), FileSystemReader.read_metadata
+    looks, read = itertools.count(), CheckpointReader.read_metadata
 
-    def fail_at_first(reader: FileSystemReader, *args: Any, **more: Any) -> Any:
+    def fail_at_first(reader: CheckpointReader, *args: Any, **more: Any) -> Any:
         if next(looks) < 5:
             raise _error(number)
         return read(reader, *args, **more)
 
-    monkeypatch.setattr(FileSystemReader, "read_metadata", fail_at_first)
+    monkeypatch.setattr(CheckpointReader, "read_metadata", fail_at_first)
     other = make_run()
     assert other.load()
     assert other.progress.step == 10
@@ -504,15 +505,15 @@ def test_a_checkpoint_that_stays_unreadable_is_passed_over(
 ) -> None:
     """For this start: it may be sound, so nothing is noted."""
     run = make_run().train(10)
-    read = FileSystemReader.read_metadata
+    read = CheckpointReader.read_metadata
 
-    def fail(reader: FileSystemReader, *args: Any, **more: Any) -> Any:
+    def fail(reader: CheckpointReader, *args: Any, **more: Any) -> Any:
         if "step-10" in str(reader.path):
             raise _error(number)
         return read(reader, *args, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileSystemReader, "read_metadata", fail)
+        patch.setattr(CheckpointReader, "read_metadata", fail)
         patch.setattr(checkpoint_choice, "_MAX_STALE_SECONDS", 0.3)
         other = make_run()
         assert other.load()

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titan_ft.host.titan_0_2 import TRAIN_STATE
 from titan_ft.training.checkpoint.folder import INDEX, MANIFEST, METADATA, DamagedError, Manifest, digest_table
+from titan_ft.training.checkpoint.reader import CheckpointReader
 from titan_ft.training.checkpoint.states import QUORUM_STATE
 
 NOTES = "failed-load-*.json"
@@ -110,7 +110,7 @@ def is_model_only(folder: Path) -> bool:
 
 def read_keys(folder: Path) -> Collection[str]:
     """Return the names of all that a checkpoint holds; an export in Hugging Face's format names none here."""
-    return FileSystemReader(folder).read_metadata().state_dict_metadata if (folder / METADATA).is_file() else ()
+    return CheckpointReader(folder).read_metadata().state_dict_metadata if (folder / METADATA).is_file() else ()
 
 
 def has_training_state(keys: Collection[str]) -> bool:
@@ -189,7 +189,7 @@ def _check_tables(folder: Path, manifest: Manifest | None) -> None:
 
 def _check_data(folder: Path, manifest: Manifest | None) -> None:
     """Check the files that DCP's table names."""
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = CheckpointReader(folder).read_metadata()
     if not isinstance(metadata, Metadata):
         raise DamagedError(f"{METADATA} is no table of a checkpoint")
     is_ours = any(key.startswith(f"{QUORUM_STATE}.") for key in metadata.state_dict_metadata)

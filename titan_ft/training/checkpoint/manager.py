@@ -50,7 +50,7 @@ from titan_ft.training.checkpoint.choice import (
     check_still_there,
 )
 from titan_ft.training.checkpoint.damage import find_defect, one_line
-from titan_ft.training.checkpoint.digest import take_digests
+from titan_ft.training.checkpoint.digest import MODEL, take_digests
 from titan_ft.training.checkpoint.export import (
     Converted,
     check_export,
@@ -73,6 +73,7 @@ from titan_ft.training.checkpoint.folder import (
 )
 from titan_ft.training.checkpoint.host import CheckpointHost
 from titan_ft.training.checkpoint.load import OUTER_STATE, Load
+from titan_ft.training.checkpoint.reader import load_checkpoint
 from titan_ft.training.checkpoint.save import (
     PartError,
     Save,
@@ -440,7 +441,12 @@ class ReplicaCheckpoints(CheckpointManager):
         states = _read_states(state_dict)
         load.prepare(states, from_hf)
         try:
-            super().dcp_load(states, checkpoint_id, from_hf, from_quantized)
+            if from_hf:
+                super().dcp_load(states, checkpoint_id, from_hf, from_quantized)
+            else:
+                load_checkpoint(states, checkpoint_id)
+                if MODEL in self.states:  # its tensors lie beside the other parts
+                    self.states[MODEL].load_state_dict(states)
         except CheckpointException as error:
             load.fail(error, from_hf)
         load.check(states, self.states)

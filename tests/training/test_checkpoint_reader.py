@@ -1,0 +1,131 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a checkpoint that somebody else has written can do: it is data, and no code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from titan_ft.training.checkpoint.damage import find_defect
+from titan_ft.training.checkpoint.reader import CheckpointPlanner, CheckpointReader
+
+
+class Payload:
+    """Pickled, it is a call that makes a folder, by whoever unpickles it."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def save(folder: Path, **more: Any) -> dict[str, Any]:
+    state = {
+        "weight": torch.randn(4, 3),
+        "half": torch.zeros(2, dtype=torch.bfloat16),
+        "channels": torch.randn(2, 2, 2, 2).to(memory_format=torch.channels_last),
+        "optimizer": {"lr": 1e-3, "betas": (0.9, 0.95), "state": [1, None, "text", b"bytes"]},
+        **more,
+    }
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    dcp.load(state, storage_reader=CheckpointReader(folder), planner=CheckpointPlanner(), no_dist=True)
+    return state
+
+
+def test_a_checkpoint_of_dcp_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+    """Tensors of all kinds, and what is no tensor."""
+    saved = save(tmp_path / "step-1")
+    found = load(
+        tmp_path / "step-1",
+        {
+            "weight": torch.zeros(4, 3),
+            "half": torch.ones(2, dtype=torch.bfloat16),
+            "channels": torch.zeros(2, 2, 2, 2),
+            "optimizer": {"lr": 0.0, "betas": (0.0, 0.0), "state": [0, 0, "", b""]},
+        },
+    )
+    assert found["optimizer"] == saved["optimizer"]
+    for name in ("weight", "half", "channels"):
+        assert torch.equal(found[name], saved[name])
+    assert CheckpointReader(tmp_path / "step-1").read_metadata().state_dict_metadata.keys() >= {"weight", "half"}
+
+
+def poison_table(folder: Path, mark: Path) -> None:
+    """Put a call into the table, in the place of its storage's facts: the rest stays as it was."""
+    table = pickle.loads((folder / ".metadata").read_bytes())
+    table.storage_meta = Payload(mark)
+    (folder / ".metadata").write_bytes(pickle.dumps(table))
+
+
+def test_a_poisoned_table_runs_nothing(tmp_path: Path) -> None:
+    """It is a damaged checkpoint, whose reason names the call."""
+    folder, mark = tmp_path / "step-10", tmp_path / "mark"
+    save(folder)
+    poison_table(folder, mark)
+    assert "posix.mkdir is no part of a checkpoint's table" in find_defect(folder)
+    assert not mark.exists()
+    with pytest.raises(CheckpointException):
+        load(folder, {"weight": torch.zeros(4, 3)})
+    assert not mark.exists()
+    dcp.FileSystemReader(folder).read_metadata()
+    assert mark.exists(), "torch's own reader runs it: the test attacks"
+
+
+def test_a_poisoned_value_runs_nothing(tmp_path: Path) -> None:
+    """What is no tensor is a pickle of its own."""
+    folder, mark = tmp_path / "step-10", tmp_path / "mark"
+    save(folder, extra=Payload(mark))
+    with pytest.raises(CheckpointException, match="mkdir"):
+        load(folder, {"extra": None})
+    assert not mark.exists()
+    dcp.load({"extra": None}, checkpoint_id=folder, no_dist=True)
+    assert mark.exists(), "torch's own planner runs it: the test attacks"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ("builtins", "eval"),
+        ("os", "system"),
+        ("torch", "load"),
+        ("torch", "float32.__class__"),
+        ("torch.distributed.checkpoint.metadata", "os"),
+        ("torch.distributed.checkpoint.metadata", "Metadata.__init__"),
+        ("pathlib", "os.system"),
+    ],
+    ids=".".join,
+)
+def test_a_name_that_is_no_part_of_a_table_is_refused(tmp_path: Path, name: tuple[str, str]) -> None:
+    """Not even looked up: neither a function, nor what is reached through a name that is allowed."""
+    module, attribute = name
+    pickled = pickle.PROTO + b"\x04"
+    for text in (module, attribute):
+        pickled += pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode()
+    (tmp_path / ".metadata").write_bytes(pickled + pickle.STACK_GLOBAL + pickle.STOP)
+    with pytest.raises(pickle.UnpicklingError, match="is no part of a checkpoint's table"):
+        CheckpointReader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize("make", [lambda: Metadata({}), lambda: Metadata({}, storage_meta=None)])
+def test_a_table_of_an_older_torch_is_read(tmp_path: Path, make: Callable[[], Metadata]) -> None:
+    """Its storage's facts are missing."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(make(), protocol=2))
+    reader = CheckpointReader(tmp_path)
+    found = reader.read_metadata()
+    assert found.storage_meta is not None
+    assert found.storage_meta.load_id == reader.load_id

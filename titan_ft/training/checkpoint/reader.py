@@ -1,0 +1,97 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reads a checkpoint of DCP without running code from it.
+
+DCP's table of files, `.metadata`, is a pickle, and so is each value that is no tensor. Whoever can write
+the folder could put a call of any function into them: torch's own reader makes it. The classes here
+load the same checkpoints, and refuse every name that is no part of one.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+
+_CLASSES = {
+    metadata.__name__: (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    filesystem.__name__: ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),  # Python 3.13
+    "collections": ("OrderedDict",),
+    "builtins": ("set", "frozenset"),
+    "_codecs": ("encode",),  # of bytes, in older protocols
+}
+"""Names that a table may contain, by module. None of them has an effect beyond the object that it makes."""
+
+
+def load_checkpoint(states: dict[str, Any], folder: Path | str) -> None:
+    """Load all that `states` names from a checkpoint. A collective of the group.
+
+    Raises:
+        CheckpointException: a rank could not read it, or it lacks a part.
+    """
+    load(states, storage_reader=CheckpointReader(folder), planner=CheckpointPlanner())
+
+
+class CheckpointReader(filesystem.FileSystemReader):
+    """torch's reader of a checkpoint's files, with a list of what the table may contain."""
+
+    def read_metadata(self, *_: Any, **kwargs: Any) -> metadata.Metadata:
+        """Read the table of files.
+
+        Raises:
+            UnpicklingError: it contains a name that is no part of a table.
+            OSError: it cannot be read. Other exceptions: its bytes are wrong.
+        """
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as file:
+            table: metadata.Metadata = _TableUnpickler(file).load()
+        facts = getattr(table, "storage_meta", None) or metadata.StorageMeta()
+        facts.load_id = self.load_id
+        table.storage_meta = facts
+        return table
+
+
+class CheckpointPlanner(DefaultLoadPlanner):
+    """torch's plan of a load; what is no tensor is read without running code from it."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take in a value that is no tensor.
+
+        Raises:
+            UnpicklingError: it contains a class that `torch.serialization.add_safe_globals` was not given.
+        """
+        name = read_item.dest_index.fqn
+        loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+class _TableUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's table; it would run as code")
