@@ -187,7 +187,7 @@ def test_the_command_takes_what_a_pod_gives_it(tmp_path: Path) -> None:
     found = documents("--nodes=2")
     container = pod(found["JobSet"])["containers"][0]
     known = {"GROUP": "3"}
-    assert set(known) | {"TITAN_FT_TOKEN"} == {each["name"] for each in container["env"]}
+    assert set(known) | {"TITAN_FT_TOKEN_FILE", "HOME"} == {each["name"] for each in container["env"]}
     command = [re.sub(r"(?<!\$)\$\((\w+)\)", lambda name: known[name[1]], word) for word in container["command"]]
     assert command[:4] == ["tini", "--", "titan-ft", "group"]
     (tmp_path / "config.toml").write_text(found["ConfigMap"]["data"]["config.toml"])
@@ -197,7 +197,7 @@ def test_the_command_takes_what_a_pod_gives_it(tmp_path: Path) -> None:
     dry_run = subprocess.run(
         [sys.executable, "-m", "titan_ft", *words],
         cwd=ROOT,
-        env={"PATH": os.environ["PATH"], "TITAN_FT_TOKEN": "secret"},
+        env={"PATH": os.environ["PATH"], "TITAN_FT_TOKEN": "a secret of this run"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -243,11 +243,59 @@ def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> Non
     assert sources["config"]["configMap"]["name"] == found["ConfigMap"]["metadata"]["name"]
     assert container["command"][4].startswith(f"{mounts['config']}/")
     assert options["--run-dir"].startswith(f"{mounts['run']}/")
-    token = next(each for each in container["env"] if each["name"] == "TITAN_FT_TOKEN")["valueFrom"]["secretKeyRef"]
+    environment = {each["name"]: each.get("value", "") for each in container["env"]}
+    secret = sources["token"]["secret"]
+    (item,) = secret["items"]
     made = "kubectl create secret generic titan-ft-token --from-literal=token="
     assert made in (FOLDER / "README.md").read_text()
-    assert (token["name"], token["key"]) == ("titan-ft-token", "token")
+    assert (secret["secretName"], item["key"]) == ("titan-ft-token", "token")
+    assert environment["TITAN_FT_TOKEN_FILE"] == f"{mounts['token']}/{item['path']}"
     assert {container["image"], server["image"]} == {"registry.example.com/titan-ft:1"}
+
+
+def test_pods_have_no_right_that_they_need_not() -> None:
+    """What Pod Security calls "restricted", and a root file system that nobody can write."""
+    found = documents()
+    for spec in (found["Deployment"]["spec"]["template"]["spec"], pod(found["JobSet"])):
+        assert spec["automountServiceAccountToken"] is False
+        assert not any(spec.get(name) for name in ("hostNetwork", "hostPID", "hostIPC"))
+        rights = spec["securityContext"]
+        assert rights["runAsNonRoot"] is True
+        assert rights["runAsUser"] > 0
+        assert rights["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_the_token_is_a_file_that_one_user_reads(job_set: dict[str, Any]) -> None:
+    """Who may describe a pod sees its variables, and not its files."""
+    container = pod(job_set)["containers"][0]
+    assert not any("secretKeyRef" in str(each) for each in container["env"])
+    secret = next(each["secret"] for each in pod(job_set)["volumes"] if each["name"] == "token")
+    assert secret["defaultMode"] == 0o400
+    assert next(each for each in container["volumeMounts"] if each["name"] == "token")["readOnly"] is True
+
+
+def test_other_pods_reach_nothing_but_figures_and_those_prometheus_alone() -> None:
+    """Each way in names who may take it."""
+    policy = documents()["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    own, figures = policy["ingress"]
+    assert own == {"from": [{"podSelector": policy["podSelector"]}]}
+    assert figures["ports"] == [{"port": 9464}]
+    (prometheus,) = figures["from"]
+    assert prometheus["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "prometheus"}
+
+
+def test_the_image_comes_from_one_index_a_package() -> None:
+    """With an extra index each of the two could serve any name, and the higher version would win."""
+    text = (FOLDER / "Dockerfile").read_text()
+    assert "--extra-index-url" not in text
+    assert "--no-deps" in text.partition('--index-url "$TORCH_INDEX"')[0].rpartition("RUN")[2]
 
 
 def test_two_jobs_fit_in_one_namespace() -> None:

@@ -17,7 +17,7 @@ from titan_ft.options import Kubernetes, Lighthouse
 
 MANIFESTS = Path(__file__).parent / "manifests"
 DOCUMENTS = ("config.yaml", "volume.yaml", "lighthouse.yaml", "jobset.yaml")
-VOLUME, CONFIG_FOLDER = "/run/titan_ft", "/etc/titan_ft"
+VOLUME, CONFIG_FOLDER, TOKEN_FOLDER = "/run/titan_ft", "/etc/titan_ft", "/etc/titan_ft_token"
 METRICS_PORT, RENDEZVOUS_PORT = 9464, 29400
 _END_SECONDS = 20.0  # after the workers have left: the agent and the container end
 
@@ -54,6 +54,8 @@ def render(options: Kubernetes, flags: Sequence[str]) -> str:
         "config": config.read_text(encoding="utf-8"),
         "config_folder": CONFIG_FOLDER,
         "volume": VOLUME,
+        "token_folder": TOKEN_FOLDER,
+        "token_file": f"{TOKEN_FOLDER}/token",
         "replicas": options.replicas,
         "nodes": options.nodes,
         "ranks_per_node": ranks,
