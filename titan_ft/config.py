@@ -216,6 +216,11 @@ class FaultTolerance:
     connections. 0 sends as fast as possible. Set it if transfers slow the exchange of gradients
     down."""
 
+    transfer_tls: bool = False
+    """Encrypt the state on its way to a joiner with TLS 1.3. A donor makes a certificate at its start,
+    with the command openssl; the run's token vouches for it. Gradients are not encrypted: Gloo and
+    NCCL cannot. Set it where the transfer leaves the closed network that the gradients have."""
+
     # Leaving and hanging.
 
     drain_timeout_seconds: float = 25.0

@@ -125,6 +125,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         f"{TABLE}.digest_every": "how often the groups compare their state",
         f"{TABLE}.heal_donors": _SPEED,
         f"{TABLE}.transfer_max_mbps": _SPEED,
+        f"{TABLE}.transfer_tls": _NETWORK,
         f"{TABLE}.catch_up_max_gb": _SPEED,
         f"{TABLE}.drain_timeout_seconds": _WAITS,
         f"{TABLE}.hang_timeout_seconds": _WAITS,

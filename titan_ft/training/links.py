@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torch.distributed.fsdp import FSDPModule
 
 from titan_ft import device, versions
-from titan_ft.config import FaultTolerance
+from titan_ft.config import TABLE, ConfigError, FaultTolerance
 from titan_ft.device import local_shard
 from titan_ft.engine.drain import Drain
 from titan_ft.engine.watchdog import end_process
@@ -28,7 +28,7 @@ from titan_ft.membership.membership import Membership
 from titan_ft.membership.process_group import build_process_group
 from titan_ft.membership.rank_watch import RankWatch, describe_silence
 from titan_ft.membership.roll_call import RollCall
-from titan_ft.protocol.errors import LighthouseError, RankSilentError
+from titan_ft.protocol.errors import LighthouseError, RankSilentError, first_line
 from titan_ft.protocol.row import fold48
 from titan_ft.protocol.shape import describe_shape
 from titan_ft.protocol.strategy import strategy_of
@@ -44,6 +44,7 @@ from titan_ft.training.worker import Launch
 from titan_ft.transfer.reach import Probe
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.state_server import StateServer
+from titan_ft.transfer.tls import Certificate
 
 
 class Links:
@@ -87,6 +88,7 @@ class Links:
             config.process_group_timeout_ms / 1000,
             self._on_served,
             config.transfer_max_mbps,
+            _make_certificate() if config.transfer_tls else None,
         )
         # First: from its seat at the lighthouse on, the others wait for the group, also if one of its ranks freezes.
         self._rank_watch = self._watch_ranks(self.host)
@@ -233,6 +235,19 @@ def connect_control(config: FaultTolerance, launch: Launch) -> ControlTree:
         store=TCPStore(*launch.store, is_master=False, wait_for_workers=False) if num_ranks > 1 else None,
         key=f"titan_ft/control/{config.replica_id}/{launch.attempt}",
     )
+
+
+def _make_certificate() -> Certificate:
+    """Make the certificate of this rank's state server.
+
+    Raises:
+        ConfigError: it cannot be made on this host.
+    """
+    try:
+        return Certificate.make()
+    except OSError as error:
+        rule = f"{TABLE}.transfer_tls needs the command openssl"
+        raise ConfigError(f"{rule}, got {first_line(error)}; install it, or set transfer_tls to false") from error
 
 
 def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: Group) -> str:

@@ -125,26 +125,27 @@ def round_trip(address: str, token: str, seconds: float, size: int, back: str = 
         RefusedError: it can, but does not know the token.
         BusyError: it can, but does not answer now.
     """
-    with contextlib.closing(_connect(address, seconds)) as connection, connection.makefile("rwb") as stream:
+    with contextlib.closing(_connect(address, seconds)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the last bytes wait for no delayed ACK
         connection.sendall(_BLANKS)
         try:
-            sealed = prove(stream, address, token)
+            sealed = prove(connection, address, token)
         except TimeoutError as error:
-            # After the handshake silence means a bad network: large packets may be lost where small ones pass.
-            if _is_all_acknowledged(connection):
+            # After the greeting silence means a bad network: large packets may be lost where small ones pass.
+            if connection.fileno() >= 0 and _is_all_acknowledged(connection):
                 raise BusyError(f"{address} takes what it is sent and does not answer") from error
             raise
-        connection.settimeout(seconds + (_BACK_SECONDS if back else 0.0))
-        payload = os.urandom(size)
-        sealed.write({"probe": size, "back": back})
-        stream.write(payload)
-        stream.flush()
-        answer = sealed.read()
-        if answer.get("error"):
-            raise ConnectionError(f"it can be reached from here, but {answer['error']}")
-        if answer.get("bytes") != size or stream.read(size) != payload:
-            raise ConnectionError("the bytes did not come back as they were sent")
+        with contextlib.closing(sealed.connection):
+            sealed.connection.settimeout(seconds + (_BACK_SECONDS if back else 0.0))
+            payload = os.urandom(size)
+            sealed.write({"probe": size, "back": back})
+            sealed.stream.write(payload)
+            sealed.stream.flush()
+            answer = sealed.read()
+            if answer.get("error"):
+                raise ConnectionError(f"it can be reached from here, but {answer['error']}")
+            if answer.get("bytes") != size or sealed.stream.read(size) != payload:
+                raise ConnectionError("the bytes did not come back as they were sent")
 
 
 def answer_probe(sealed: SealedStream, request: Message, token: str) -> None:

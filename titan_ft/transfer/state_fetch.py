@@ -26,7 +26,7 @@ from titan_ft import device
 from titan_ft.protocol.errors import RefusedError
 from titan_ft.system.address import split_address
 from titan_ft.transfer.snapshot import Snapshot
-from titan_ft.transfer.wire import Message, Size, TransferError, octets, prove
+from titan_ft.transfer.wire import Message, Size, Stream, TransferError, octets, prove
 
 logger = logging.getLogger(__name__)
 
@@ -135,13 +135,11 @@ def ask_offer(address: str, token: str, step: int = 0) -> tuple[int, int, int, i
         OSError, ValueError, KeyError: it cannot be reached, or does not speak the protocol.
         RefusedError: one end does not know the other's token.
     """
-    with (
-        contextlib.closing(socket.create_connection(split_address(address), _OFFER_SECONDS)) as connection,
-        connection.makefile("rwb") as stream,
-    ):
-        sealed = prove(stream, address, token)
-        sealed.write({"offer": True, "step": step})
-        answer = sealed.read()
+    with contextlib.closing(socket.create_connection(split_address(address), _OFFER_SECONDS)) as connection:
+        sealed = prove(connection, address, token)
+        with contextlib.closing(sealed.connection):
+            sealed.write({"offer": True, "step": step})
+            answer = sealed.read()
         if "error" in answer:
             return None
         duration, elapsed = answer.get("milliseconds", 0), answer.get("elapsed_milliseconds", 0)
@@ -464,11 +462,14 @@ class _Connection:
         self._address = address
         timeout = min(limits.remaining(), limits.stall_seconds)
         self._socket = socket.create_connection(split_address(address), timeout)
-        self._stream = BufferedRWPair(_Incoming(self._socket, limits), self._socket.makefile("wb", buffering=0))
+
+        def open_stream(connection: socket.socket) -> Stream:
+            return BufferedRWPair(_Incoming(connection, limits), connection.makefile("wb", buffering=0))
+
         try:
-            self._sealed = prove(self._stream, address, token)
+            self._sealed = prove(self._socket, address, token, open_stream)
         except BaseException:
-            self.__exit__()
+            self._socket.close()
             raise
 
     def request(self, request: Message, into: memoryview | None = None) -> tuple[Message, memoryview]:
@@ -481,7 +482,7 @@ class _Connection:
             raise TransferError(f"the donor sent {size} bytes where {into.nbytes} were asked for")
         done = 0
         while done < size:
-            count = self._stream.readinto1(into[done:])
+            count = self._sealed.stream.readinto1(into[done:])
             if not count:
                 raise ConnectionError("the donor closed the connection")
             done += count
@@ -506,8 +507,8 @@ class _Connection:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # a line that could not be sent
-            self._stream.close()
-        self._socket.close()
+            self._sealed.stream.close()
+        self._sealed.connection.close()
 
 
 class _Incoming(io.RawIOBase):

@@ -19,6 +19,7 @@ from titan_ft.system.address import join_address
 from titan_ft.transfer.pace import Pace
 from titan_ft.transfer.reach import answer_probe
 from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
+from titan_ft.transfer.tls import Certificate
 from titan_ft.transfer.wire import Message, SealedStream, check_joiner, octets
 
 _HANDSHAKE_SECONDS = 10.0
@@ -42,6 +43,7 @@ class StateServer:
         served: called as served(joiner, snapshot, bytes, copy_seconds, serve_seconds) when a joiner has everything, so
             many bytes of it from here; `copy_seconds` is what the copy took the host or the GPU, whichever took longer.
         max_mbps: 10**6 bits per second that all joiners together get at most; 0 = as fast as it goes.
+        certificate: for TLS; None = without.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class StateServer:
         wait_seconds: float,
         served: Callable[[str, Snapshot, int, float, float], None],
         max_mbps: float = 0.0,
+        certificate: Certificate | None = None,
     ) -> None:
+        self._certificate = certificate
         self._token = token
         self._wait_seconds = wait_seconds
         self._served = served
@@ -152,7 +156,12 @@ class StateServer:
         connection.settimeout(_HANDSHAKE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # an answer's end waits for no delayed ACK
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_JOINER_SECONDS * 1000))
-        stream = check_joiner(connection.makefile("rwb"), self.address, self._token)
+        stream = check_joiner(connection, self.address, self._token, self._certificate)
+        with contextlib.closing(stream.connection):
+            self._serve(stream)
+
+    def _serve(self, stream: SealedStream) -> None:
+        connection = stream.connection
         started = time.monotonic()
         while request := self._next_request(connection, stream):
             if "probe" in request:

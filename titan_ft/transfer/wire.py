@@ -8,14 +8,17 @@ JSON header and raw tensor bytes.
 
 A connection begins with a handshake, in which both ends prove the run's token without sending it:
 
-    donor to joiner: {"nonce", "version"}
+    donor to joiner: {"nonce", "version"}, with {"tls": true} TLS begins after it (`tls.py`)
     joiner to donor: {"nonce", "proof", "version"}
     donor to joiner: {"proof"}, or {"refused": text}
 
 A proof is an HMAC over both nonces, so a recorded one is worth nothing. It covers the address that the joiner has
-dialed, so a relay at another address gets no proof that the donor accepts. From then on both ends have a key that
-nobody else can compute, and each line ends with its HMAC (`SealedStream`): a relay on the wire can neither change a
-line, nor leave one out, nor repeat one, nor answer another request. The bytes are readable on the wire.
+dialed, so a relay at another address gets no proof that the donor accepts. It covers the fingerprint of the donor's
+certificate, so that neither another certificate nor a connection without TLS passes for the donor's.
+
+After the handshake both ends have a key that nobody else can compute, and each line ends with its HMAC
+(`SealedStream`): a relay on the wire can neither change a line, nor leave one out, nor repeat one, nor answer another
+request. Without TLS the bytes are readable on the wire.
 
 A connection carries one request line after another: {"step", "lineage", "offset", "bytes"} for a range of the payload,
 "header" in place of "offset" for the header, "done" when the joiner has everything, "bytes" of it from here. Each
@@ -41,15 +44,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BufferedRWPair
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, TypeAlias, TypedDict
 
 import msgspec
 import torch
 from msgspec import Meta
 
 from titan_ft.protocol.errors import RefusedError
+from titan_ft.transfer import tls
 
 TOKEN_REMEDY = "all groups of a run must have the same TITAN_FT_TOKEN in their environment"
 VERSION = 2
@@ -61,6 +67,7 @@ _SEAL_BYTES = 2 * hashlib.sha256().digest_size  # in hex
 
 
 Size = Annotated[int, Meta(ge=0)]
+Stream: TypeAlias = "BufferedRWPair[Any, Any]"
 
 
 class Message(TypedDict, total=False):
@@ -68,6 +75,7 @@ class Message(TypedDict, total=False):
 
     nonce: str
     version: int
+    tls: bool
     proof: Any  # of any type: a wrong proof gets the answer `refused`, not a broken connection
     refused: str
     step: int
@@ -103,16 +111,19 @@ class Handshake:
 
     Attributes:
         address: host:port that the joiner dials, and that the donor is known by.
+        fingerprint: of the donor's certificate; empty = no TLS.
     """
 
     token: str
     donor_nonce: str
     joiner_nonce: str
     address: str
+    fingerprint: str = ""
 
     def derive(self, purpose: str) -> bytes:
         """Return what only who knows the token can compute; each purpose gives another value."""
-        said = ["titan_ft transfer", VERSION, purpose, self.donor_nonce, self.joiner_nonce, self.address]
+        nonces = (self.donor_nonce, self.joiner_nonce)
+        said = ["titan_ft transfer", VERSION, purpose, *nonces, self.address, self.fingerprint]
         return hmac.digest(self.token.encode(), msgspec.json.encode(said), "sha256")
 
     def proof(self, role: str) -> str:
@@ -127,11 +138,12 @@ class SealedStream:
     So all of the conversation so far must be the same at both ends.
 
     Attributes:
+        connection: its socket, to be closed.
         stream: raw bytes after a line; the line says how to check them.
     """
 
-    def __init__(self, stream: BufferedRWPair[Any, Any], handshake: Handshake, role: str) -> None:
-        self.stream = stream
+    def __init__(self, connection: socket.socket, stream: Stream, handshake: Handshake, role: str) -> None:
+        self.connection, self.stream = connection, stream
         self._key = handshake.derive("key")
         self._own, self._others = (b"joiner", b"donor") if role == "joiner" else (b"donor", b"joiner")
         self._last = b""
@@ -172,13 +184,13 @@ def octets(payload: torch.Tensor) -> memoryview:
     return memoryview(payload.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
-def write_line(stream: BufferedRWPair[Any, Any], message: Message) -> None:
+def write_line(stream: Stream, message: Message) -> None:
     """Send one line."""
     stream.write(msgspec.json.encode(message) + b"\n")
     stream.flush()
 
 
-def read_line(stream: BufferedRWPair[Any, Any]) -> Message:
+def read_line(stream: Stream) -> Message:
     """Read one line; an empty message says that the other end closed the connection.
 
     Raises:
@@ -188,49 +200,94 @@ def read_line(stream: BufferedRWPair[Any, Any]) -> Message:
     return msgspec.json.decode(line, type=Message) if line else {}
 
 
-def prove(stream: BufferedRWPair[Any, Any], address: str, token: str) -> SealedStream:
+def open_stream(connection: socket.socket) -> Stream:
+    """Return a stream of the bytes of a connection."""
+    return connection.makefile("rwb")
+
+
+def prove(
+    connection: socket.socket,
+    address: str,
+    token: str,
+    open_stream: Callable[[socket.socket], Stream] = open_stream,
+) -> SealedStream:
     """Show the state server at `address` that this end knows the token, and make sure that the server does.
+
+    Args:
+        connection: is of no use any more if TLS has begun; close that of what is returned.
 
     Raises:
         ConnectionError: it closed the connection.
         RefusedError: one end does not know the other's token, or is of another version.
     """
+    timeout, fingerprint = connection.gettimeout(), ""
+    stream = open_stream(connection)  # whose reads may have a shorter timeout than TLS needs to begin
     greeting = _read_answer(stream, address)
     if greeting.get("version") != VERSION:
         raise RefusedError(f"the donor at {address} speaks another version of the transfer; {_VERSION_REMEDY}")
-    handshake = Handshake(token, greeting["nonce"], secrets.token_hex(16), address)
-    write_line(stream, {"nonce": handshake.joiner_nonce, "proof": handshake.proof("joiner"), "version": VERSION})
-    if not same(handshake.proof("donor"), _read_answer(stream, address).get("proof")):
-        raise RefusedError(f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}")
-    return SealedStream(stream, handshake, "joiner")
+    secured: socket.socket | None = None
+    if greeting.get("tls"):
+        connection.settimeout(timeout)
+        connection, fingerprint = tls.connect(connection)
+        secured, stream = connection, open_stream(connection)
+    try:
+        handshake = Handshake(token, greeting["nonce"], secrets.token_hex(16), address, fingerprint)
+        write_line(stream, {"nonce": handshake.joiner_nonce, "proof": handshake.proof("joiner"), "version": VERSION})
+        if not same(handshake.proof("donor"), _read_answer(stream, address).get("proof")):
+            raise RefusedError(f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}")
+    except BaseException:
+        if secured is not None:  # the caller closes the other one, and may ask its kernel why it was silent
+            secured.close()
+        raise
+    return SealedStream(connection, stream, handshake, "joiner")
 
 
-def check_joiner(stream: BufferedRWPair[Any, Any], address: str, token: str) -> SealedStream:
+def check_joiner(
+    connection: socket.socket, address: str, token: str, certificate: tls.Certificate | None = None
+) -> SealedStream:
     """Do the donor's part of `prove`.
 
     Args:
         address: host:port that joiners dial.
+        certificate: of this donor; None = without TLS.
 
     Raises:
         ConnectionError: the joiner is refused, and has been answered why.
     """
-    nonce = secrets.token_hex(16)
-    write_line(stream, {"nonce": nonce, "version": VERSION})
-    hello = read_line(stream)
-    handshake = Handshake(token, nonce, hello.get("nonce", ""), address)
-    reason = ""
-    if not same(handshake.proof("joiner"), hello.get("proof")):
-        reason = f"the donor does not accept this group's token, or not at this address; {TOKEN_REMEDY}"
-    if hello.get("version") != VERSION:  # a process before version 2 says none, and reports this line
-        reason = f"the donor speaks another version of the transfer; {_VERSION_REMEDY}"
-    if reason:
-        write_line(stream, {"refused": reason})
-        raise ConnectionError(reason)
-    write_line(stream, {"proof": handshake.proof("donor")})
-    return SealedStream(stream, handshake, "donor")
+    greeting = Message(nonce=secrets.token_hex(16), version=VERSION)
+    if certificate is not None:
+        greeting["tls"] = True
+    connection.sendall(msgspec.json.encode(greeting) + b"\n")
+    fingerprint = ""
+    if certificate is not None:
+        _skip_blanks(connection)
+        connection, fingerprint = certificate.accept(connection), certificate.fingerprint
+    try:
+        stream = open_stream(connection)
+        hello = read_line(stream)
+        handshake = Handshake(token, greeting["nonce"], hello.get("nonce", ""), address, fingerprint)
+        reason = ""
+        if not same(handshake.proof("joiner"), hello.get("proof")):
+            reason = f"the donor does not accept this group's token, or not at this address; {TOKEN_REMEDY}"
+        if hello.get("version") != VERSION:  # a process before version 2 says none, and reports this line
+            reason = f"the donor speaks another version of the transfer; {_VERSION_REMEDY}"
+        if reason:
+            write_line(stream, {"refused": reason})
+            raise ConnectionError(reason)
+        write_line(stream, {"proof": handshake.proof("donor")})
+    except BaseException:
+        connection.close()
+        raise
+    return SealedStream(connection, stream, handshake, "donor")
 
 
-def _read_answer(stream: BufferedRWPair[Any, Any], address: str) -> Message:
+def _skip_blanks(connection: socket.socket) -> None:
+    """Read the blanks that a probe sends ahead (`reach.py`): they come before TLS begins."""
+    while (ahead := connection.recv(_MAX_LINE, socket.MSG_PEEK))[:1] == b" ":
+        connection.recv(len(ahead) - len(ahead.lstrip(b" ")))
+
+
+def _read_answer(stream: Stream, address: str) -> Message:
     line = read_line(stream)
     if not line:
         raise ConnectionError("the donor closed the connection")

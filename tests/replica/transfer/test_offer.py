@@ -177,11 +177,8 @@ def test_a_part_is_followed_by_the_whole_for_who_needs_more(start_donor: Callabl
 def test_a_part_that_there_is_not_is_no_request(donor: Donor, part: tuple[int, int]) -> None:
     """The connection is closed, as at any other line that is none."""
     donor.publish(make_snapshot(5, 10))
-    with (
-        socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as connection,
-        connection.makefile("rwb") as stream,
-    ):
-        sealed = prove(stream, donor.address, TOKEN)
+    with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as connection:
+        sealed = prove(connection, donor.address, TOKEN)
         sealed.write({"step": 5, "header": True, "part": part})
         assert sealed.read() == {}
 

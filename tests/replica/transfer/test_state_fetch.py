@@ -114,7 +114,7 @@ def test_a_donor_that_dies_in_mid_transfer_is_noticed_at_once() -> None:
 def prove(connection: socket.socket) -> SealedStream:
     """Answer a joiner's handshake as a donor with the token does."""
     host, port = connection.getsockname()
-    return check_joiner(connection.makefile("rwb"), f"{host}:{port}", TOKEN)
+    return check_joiner(connection, f"{host}:{port}", TOKEN)
 
 
 def test_a_donor_that_closes_ends_all_connections_of_a_fetch(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:

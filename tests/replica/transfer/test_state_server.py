@@ -161,7 +161,7 @@ def test_memory_under_a_reader_is_not_given_back(donor: Donor) -> None:
         assert donor.server.withdraw() is None
         donor.publish(make_snapshot(6, 10))
         assert connection._sealed.read()["bytes"] == sent.payload.numel()
-        received = connection._stream.read(sent.payload.numel())
+        received = connection._sealed.stream.read(sent.payload.numel())
     assert received == expected.numpy().tobytes()
     wait_until(lambda: donor.server._readers == 0)
     last = donor.publish(make_snapshot(7, 10))
@@ -195,7 +195,7 @@ def test_requests_of_a_proven_joiner_may_be_wrong_too(donor: Donor, capfd: pytes
     for request in ({"step": "five"}, {"offset": 0}, {"step": 5, "offset": 0}, {"step": [5]}):
         with donor.connect() as connection:
             connection._sealed.write(request)
-            assert b"bytes" not in read_rest(connection._stream)
+            assert b"bytes" not in read_rest(connection._sealed.stream)
     check_equal(donor.fetch(5), sent)
     assert "Traceback" not in capfd.readouterr().err
 

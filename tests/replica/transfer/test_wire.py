@@ -112,7 +112,7 @@ def test_a_relay_on_the_wire_changes_nothing(donor: Donor, start_relay: Callable
     assert len(SECRET) == len(FORGED)
     relay = start_relay(donor, forge)
     donor.server.address = relay.address  # where the joiner dials, as if the relay were on the donor's wire
-    with pytest.raises(TransferError, match="checksums differ"):
+    with pytest.raises(TransferError, match=r"SealError|checksums differ"):
         fetch([relay.address], TOKEN, 5, "4", 1, DEADLINE)
     assert SECRET in relay.read, "it was there to be changed"
 
@@ -121,6 +121,8 @@ def connect_ends() -> tuple[SealedStream, SealedStream, bytearray]:
     """Return a joiner and a donor over buffers, and what the joiner has sent."""
     handshake = Handshake(TOKEN, "a", "b", "10.0.0.1:1")
     sent = bytearray()
+    connection = socket.socket()
+    connection.close()
 
     class Pipe(io.RawIOBase):
         def readable(self) -> bool:
@@ -140,7 +142,7 @@ def connect_ends() -> tuple[SealedStream, SealedStream, bytearray]:
             return len(data)
 
     def end(role: str) -> SealedStream:
-        return SealedStream(BufferedRWPair(Pipe(), Pipe()), handshake, role)
+        return SealedStream(connection, BufferedRWPair(Pipe(), Pipe()), handshake, role)
 
     return end("joiner"), end("donor"), sent
 
@@ -197,9 +199,11 @@ def test_an_answer_to_another_request_is_not_taken() -> None:
 
 def test_an_older_donor_is_refused_in_one_line() -> None:
     """A donor of before this version greets without one."""
-    stream = BufferedRWPair(io.BytesIO(b'{"nonce": "00"}\n'), io.BytesIO())  # type: ignore[arg-type]
-    with pytest.raises(RefusedError, match=r"10\.0\.0\.1:1 speaks another version.*the same titan_ft") as caught:
-        prove(stream, "10.0.0.1:1", TOKEN)
+    donor, joiner = socket.socketpair()
+    with donor, joiner:
+        donor.sendall(b'{"nonce": "00"}\n')
+        with pytest.raises(RefusedError, match=r"10\.0\.0\.1:1 speaks another version.*the same titan_ft") as caught:
+            prove(joiner, "10.0.0.1:1", TOKEN)
     assert "\n" not in str(caught.value)
 
 

@@ -1,0 +1,195 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A transfer with TLS: nobody on the wire reads it, also with a certificate of his own."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapshot, wait_until
+from test_wire import SECRET, Relay, publish_secret, start_relay  # noqa: F401  # a fixture
+
+from titan_ft.protocol.errors import RefusedError
+from titan_ft.transfer import tls
+from titan_ft.transfer.reach import Peer, Probe
+from titan_ft.transfer.state_fetch import ask_offer, fetch
+from titan_ft.transfer.state_server import StateServer
+from titan_ft.transfer.tls import Certificate
+from titan_ft.transfer.wire import Message, check_joiner
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+
+
+@pytest.fixture(scope="module")
+def certificate() -> Certificate:
+    """Provide a donor's certificate."""
+    return Certificate.make()
+
+
+@pytest.fixture
+def secure(donor: Donor, certificate: Certificate) -> Donor:
+    """Provide a donor with TLS."""
+    donor.server._certificate = certificate
+    return donor
+
+
+def test_a_state_an_offer_and_probes_pass(secure: Donor) -> None:
+    """All that a state server is asked for, over several connections and many slices."""
+    sent = secure.publish(make_snapshot(5, 10 * CHUNK + 7))
+    check_equal(secure.fetch(5, connections=3), sent)
+    secure.server.offer(Message(step=5, lineage=1005, digest=7))
+    found = ask_offer(secure.address, TOKEN)
+    assert found is not None
+    assert found[:3] == (5, 1005, 7)
+    assert Probe(TOKEN, secure.address, 0).find_answering([Peer("u", "", secure.address)])
+    assert Probe(TOKEN, secure.address, 0)([Peer("u", "", secure.address)]) == {}
+
+
+def test_one_on_the_wire_reads_nothing(secure: Donor, start_relay: Callable[..., Relay]) -> None:  # noqa: F811
+    """Without TLS the same relay reads the weights (`test_wire.py`)."""
+    publish_secret(secure)
+    relay = start_relay(secure)
+    secure.server.address = relay.address
+    fetched = fetch([relay.address], TOKEN, 5, "4", 1, DEADLINE)
+    assert bytes(fetched.payload[: len(SECRET)].tolist()) == SECRET
+    assert len(relay.read) > CHUNK
+    assert SECRET not in relay.read
+    assert b"tensors" not in relay.read
+
+
+def accept_one(listener: socket.socket, talk: Callable[[socket.socket], None]) -> None:
+    def run() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            talk(connection)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def test_another_certificate_does_not_pass(secure: Donor, background: ThreadPoolExecutor) -> None:
+    """A relay that ends TLS on both sides shows the joiner its own certificate: the proofs cover that one."""
+    publish_secret(secure)
+    own = Certificate.make()
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        secure.server.address = address
+
+        def talk(joiner: socket.socket) -> None:
+            with socket.create_connection(("127.0.0.1", secure.server.port), DEADLINE) as donor:
+                joiner.sendall(donor.recv(4096))  # the greeting
+                with own.accept(joiner) as near, tls.connect(donor)[0] as far:
+                    far.sendall(near.recv(4096))  # the joiner's proof
+                    heard.extend(far.recv(4096))
+                    near.sendall(heard)
+
+        accept_one(listener, talk)
+        with pytest.raises(RefusedError, match="token"):
+            fetch([address], TOKEN, 5, "4", 1, DEADLINE)
+    assert b"refused" in heard, "the donor has not taken the joiner's proof for its own certificate"
+
+
+def test_tls_cannot_be_talked_away(secure: Donor) -> None:
+    """A relay that takes "tls" out of the greeting has a joiner that goes on without; its donor does not."""
+    publish_secret(secure)
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        secure.server.address = address
+
+        def talk(joiner: socket.socket) -> None:
+            with socket.create_connection(("127.0.0.1", secure.server.port), DEADLINE) as donor:
+                joiner.sendall(donor.recv(4096).replace(b',"tls":true', b""))
+                with tls.connect(donor)[0] as far:
+                    far.sendall(joiner.recv(4096))
+                    heard.extend(far.recv(4096))
+                    joiner.sendall(heard)
+
+        accept_one(listener, talk)
+        with pytest.raises(RefusedError, match="token"):
+            fetch([address], TOKEN, 5, "4", 1, DEADLINE)
+    assert b"refused" in heard
+
+
+def test_a_donor_that_stops_in_the_handshake_of_tls_costs_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has greeted, and then its process is stopped."""
+    monkeypatch.setattr("titan_ft.transfer.state_fetch._STALL_SECONDS", 0.2)
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def talk(joiner: socket.socket) -> None:
+            joiner.sendall(b'{"nonce":"00","version":2,"tls":true}\n')
+            over.wait(DEADLINE)
+
+        accept_one(listener, talk)
+        try:
+            with pytest.raises(Exception, match="timed out"):
+                fetch([address], TOKEN, 5, "4", 1, 600.0)
+        finally:
+            over.set()
+
+
+def test_a_stranger_leaves_no_connection_behind(secure: Donor, certificate: Certificate) -> None:
+    """Neither one that speaks no TLS, nor one that does and proves nothing."""
+    sent = secure.publish(make_snapshot(5, CHUNK))
+    with socket.create_connection(("127.0.0.1", secure.server.port), DEADLINE) as stranger:
+        stranger.sendall(b"   GET / HTTP/1.1\r\n\r\n")
+        assert b"tls" in stranger.recv(4096)
+        wait_until(lambda: _is_closed(stranger))
+    near, far = socket.socketpair()
+    with near, far:
+        ended = threading.Thread(target=lambda: _swallow(near, certificate))
+        ended.start()
+        far.recv(4096)
+        with tls.connect(far)[0] as secured:
+            secured.sendall(b'{"nonce":"00","proof":"11","version":2}\n')
+            assert b"refused" in secured.recv(4096)
+            assert secured.recv(4096) == b""
+        ended.join(DEADLINE)
+        assert not ended.is_alive()
+    check_equal(secure.fetch(5), sent)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(4096) == b""
+    except ConnectionResetError:
+        return True
+
+
+def _swallow(connection: socket.socket, certificate: Certificate) -> None:
+    with pytest.raises(ConnectionError):
+        check_joiner(connection, "127.0.0.1:1", TOKEN, certificate)
+
+
+def test_a_host_without_openssl_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked for TLS is told, and no state is sent without."""
+    monkeypatch.setattr(tls, "_COMMAND", ("no-such-openssl",))
+    with pytest.raises(OSError, match="no-such-openssl"):
+        Certificate.make()
+    monkeypatch.setattr(tls, "_COMMAND", ("false",))
+    with pytest.raises(OSError, match="returned non-zero"):
+        Certificate.make()
+
+
+def test_a_certificate_is_new_each_time(certificate: Certificate) -> None:
+    """So that the one of an earlier attempt is worth nothing."""
+    assert Certificate.make().fingerprint != certificate.fingerprint
+    assert len(certificate.fingerprint) == 64
+
+
+def test_a_server_has_it_from_the_start(certificate: Certificate) -> None:
+    """By its last argument, as a worker starts it."""
+    server = StateServer("127.0.0.1", TOKEN, DEADLINE, lambda *_: None, 0.0, certificate)
+    try:
+        server.publish(make_snapshot(5, CHUNK), 0.0)
+        with pytest.raises(RefusedError):
+            fetch([server.address], "another secret", 5, "4", 1, DEADLINE)
+    finally:
+        server.close()

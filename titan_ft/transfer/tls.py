@@ -1,0 +1,85 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""TLS of a transfer (`transfer_tls`): who reads along on the network sees no weights.
+
+A donor makes a certificate of its own at its start. No authority signs it, and no name is in it: the
+proofs of the handshake cover its fingerprint (`wire.py`), so an end that does not know the run's token
+cannot put its own certificate in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import ssl
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+_COMMAND = (
+    *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+    *("-days", "3650", "-subj", "/CN=titan_ft", "-keyout", "-", "-out", "-"),
+)
+"""Prints a private key and its certificate. Python's standard library makes none."""
+_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A donor's certificate.
+
+    Attributes:
+        context: has its private key.
+        fingerprint: SHA-256, in hex.
+    """
+
+    context: ssl.SSLContext
+    fingerprint: str
+
+    @classmethod
+    def make(cls) -> Certificate:
+        """Make one with the command openssl.
+
+        Raises:
+            OSError: openssl is not there, or fails.
+        """
+        try:
+            made = subprocess.run(_COMMAND, capture_output=True, check=True, timeout=_SECONDS).stdout
+        except subprocess.SubprocessError as error:
+            raise OSError(f"{error}") from error
+        context = _make_context(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0  # nobody resumes a session
+        with tempfile.NamedTemporaryFile() as file:  # readable by this user alone
+            file.write(made)
+            file.flush()
+            context.load_cert_chain(file.name)
+        _, mark, rest = made.decode().partition("-----BEGIN CERTIFICATE-----")
+        return cls(context, _digest(ssl.PEM_cert_to_DER_cert(mark + rest.strip())))
+
+    def accept(self, connection: socket.socket) -> ssl.SSLSocket:
+        """Begin TLS as the donor. The connection given is of no use any more."""
+        return self.context.wrap_socket(connection, server_side=True)
+
+
+def connect(connection: socket.socket) -> tuple[ssl.SSLSocket, str]:
+    """Begin TLS as the joiner; returns the connection, and the fingerprint of the donor's certificate."""
+    context = _make_context(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the proofs of the handshake cover the fingerprint
+    secured = context.wrap_socket(connection)
+    certificate = secured.getpeercert(binary_form=True)
+    if certificate is None:
+        with contextlib.closing(secured):
+            raise ConnectionError("the donor has shown no certificate")
+    return secured, _digest(certificate)
+
+
+def _make_context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
+
+
+def _digest(certificate: bytes) -> str:
+    return hashlib.sha256(certificate).hexdigest()
