@@ -83,9 +83,11 @@ def _transfer_table(transfers: Mapping[str, Any]) -> list[str]:
         if figures["cpu_seconds_per_gb"] is None:
             rows[-1][-1] = f"{figures['mbps']:.0f}"
             continue
-        title = f"{figures['donors']}, {figures['link_mbps']:g} Mbit/s each"
+        limit = f"{figures['link_mbps']:g} Mbit/s each" if figures["link_mbps"] else "no limit"
+        title = f"{figures['donors']}, {limit}{', TLS' if figures['tls'] else ''}"
+        share = "-" if figures["share"] is None else f"{figures['share']:.0%}"
         costs = [f"{figures['cpu_seconds_per_gb']:.2f}", f"{figures['step_ratio']:.3f}"]
-        rows.append([title, f"{figures['mbps']:.0f}", f"{figures['share']:.0%}", *costs, "-"])
+        rows.append([title, f"{figures['mbps']:.0f}", share, *costs, "-"])
     lines = markdown([[*head, "one killed: Mbit/s"], *rows])
     if copies := transfers.get("copies"):
         first, later = copies["first_seconds"], copies["later_seconds"]

@@ -7,9 +7,10 @@ theirs together are the joiner's. It also makes steps as a rank does that drives
 of each, and waits for the rest. What serving does to those, and the processor's time that it takes, is what a donor
 loses.
 
-    python -m benchmarks.transfers FILE MBPS    is a donor of the bytes of FILE, for the token on its standard input; it
-                                                tells its port, and for each further line, in JSON, the processor's
-                                                seconds that serving has taken, and those of each step since the last
+    python -m benchmarks.transfers FILE MBPS [tls]  is a donor of the bytes of FILE, for the token on its standard
+                                                    input; it tells its port, and for each further line, in JSON,
+                                                    the processor's seconds that serving has taken, and those of each
+                                                    step since the last
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from benchmarks.run import BenchError, progress
 from titan_ft.transfer.snapshot import Snapshot, TrainState
 from titan_ft.transfer.state_fetch import CONNECTIONS, fetch
 from titan_ft.transfer.state_server import StateServer
+from titan_ft.transfer.tls import Certificate
 
 NUMS_DONORS = (1, 2, 4, 8)
 LINK_MBPS = 100.0
@@ -57,7 +59,10 @@ _TIMEOUT_SECONDS = 600.0
 def measure_transfers(
     work_dir: Path, size: int = STATE_BYTES, mbps: float = LINK_MBPS
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and figures of transfers from each number of donors, with one of them killed too, and of copies."""
+    """Yield name and figures of transfers from each number of donors, with one of them killed too, and of copies.
+
+    And of one without a limit, where the processor is what limits it: without and with TLS.
+    """
     state = work_dir / "state"
     work_dir.mkdir(parents=True, exist_ok=True)
     state.write_bytes(secrets.token_bytes(1 << 20) * (size >> 20))
@@ -65,31 +70,36 @@ def measure_transfers(
         yield f"{number}", measure(state, number, mbps)
         if number > 1:
             yield f"{number}-killed", measure(state, number, mbps, kill=True)
+    yield "1-unlimited", measure(state, 1, 0.0)
+    yield "1-tls", measure(state, 1, 0.0, tls=True)
     yield "copies", measure_copies(size)
 
 
-def measure(state: Path, number: int, mbps: float, kill: bool = False) -> dict[str, Any]:
+def measure(state: Path, number: int, mbps: float, kill: bool = False, tls: bool = False) -> dict[str, Any]:
     """Fetch the bytes of a file from so many donors.
 
     Args:
+        mbps: of each donor's link; 0 = no limit.
         kill: one of them is killed by SIGKILL while it serves.
+        tls: encrypted.
 
     Returns:
-        Seconds, Mbit/s, their share of the donors' links together, the donors that were lost; without a kill, else
-        None, of the donor in the middle: the processor's seconds for each GB that it gave, and the mean of its steps
-        meanwhile / before.
+        Seconds, Mbit/s, their share of the donors' links together (None without a limit), the donors that were lost;
+        without a kill, else None, of the donor in the middle: the processor's seconds for each GB that it gave, and the
+        mean of its steps meanwhile / before.
 
     Raises:
         BenchError: other bytes came than were sent.
     """
     token, lost = secrets.token_hex(16), []
     size = state.stat().st_size
-    with _donors(state, number, mbps, token) as donors:
+    with _donors(state, number, mbps, token, tls) as donors:
         for donor in donors:
             donor.usage()  # from now on
         time.sleep(0.0 if kill else USUAL_SECONDS)
         before = [donor.usage() for donor in donors]
-        killer = threading.Timer(KILLED_AFTER * size * 8e-6 / mbps / number, donors[-1].kill)
+        links = number * mbps or math.inf
+        killer = threading.Timer(KILLED_AFTER * size * 8e-6 / links, donors[-1].kill)
         if kill:
             killer.start()
         started = time.monotonic()
@@ -106,14 +116,16 @@ def measure(state: Path, number: int, mbps: float, kill: bool = False) -> dict[s
     gb = size / number / 1e9
     costs = [(now.cpu_seconds - then.cpu_seconds) / gb for then, now in zip(before, after, strict=not kill)]
     slowness = [now.step_seconds / then.step_seconds for then, now in zip(before, after, strict=not kill)]
-    progress(f"transfer from {number} donors{', one killed' if kill else ''}: {rate:.0f} Mbit/s")
+    details = f"{', one killed' if kill else ''}{', no limit' if not mbps else ''}{', TLS' if tls else ''}"
+    progress(f"transfer from {number} donors{details}: {rate:.0f} Mbit/s")
     return {
         "donors": number,
         "link_mbps": mbps,
+        "tls": tls,
         "bytes": size,
         "seconds": seconds,
         "mbps": rate,
-        "share": rate / (number * mbps),
+        "share": rate / (number * mbps) if mbps else None,
         "lost": lost,
         "cpu_seconds_per_gb": None if kill else statistics.median(costs),
         "step_ratio": None if kill else statistics.median(slowness),
@@ -161,9 +173,9 @@ class _Usage:
 class _Donor:
     """A donor's process."""
 
-    def __init__(self, state: Path, mbps: float, token: str) -> None:
+    def __init__(self, state: Path, mbps: float, token: str, tls: bool) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.transfers", str(state), str(mbps)],
+            [sys.executable, "-m", "benchmarks.transfers", str(state), str(mbps), *(["tls"] if tls else [])],
             cwd=_ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -203,11 +215,11 @@ class _Donor:
 
 
 @contextlib.contextmanager
-def _donors(state: Path, number: int, mbps: float, token: str) -> Iterator[list[_Donor]]:
+def _donors(state: Path, number: int, mbps: float, token: str, tls: bool) -> Iterator[list[_Donor]]:
     with contextlib.ExitStack() as stack:
         donors = []
         for _ in range(number):
-            donors.append(_Donor(state, mbps, token))
+            donors.append(_Donor(state, mbps, token, tls))
             stack.callback(donors[-1].close)
         for donor in donors:
             donor.wait()
@@ -219,9 +231,10 @@ def _map(state: Path) -> torch.Tensor:
     return torch.from_file(str(state), shared=True, size=state.stat().st_size, dtype=torch.uint8)
 
 
-def serve(state: Path, mbps: float) -> None:
+def serve(state: Path, mbps: float, certificate: Certificate | None) -> None:
     """Be a donor until standard input ends; its first line is the run's token, each other one asks for figures."""
-    server = StateServer("127.0.0.1", sys.stdin.readline().strip(), _TIMEOUT_SECONDS, lambda *_: None, mbps)
+    token = sys.stdin.readline().strip()
+    server = StateServer("127.0.0.1", token, _TIMEOUT_SECONDS, lambda *_: None, mbps, certificate)
     payload = _map(state)
     header = {"step": _STEP, "lineage": _LINEAGE, "bytes": payload.numel()}
     server.publish(Snapshot(_STEP, _LINEAGE, json.dumps(header).encode(), payload), 0.0)
@@ -251,7 +264,7 @@ def _make_steps(told: Callable[[float, float], None]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Be a donor."""
-    serve(Path(argv[0]), float(argv[1]))
+    serve(Path(argv[0]), float(argv[1]), Certificate.make() if "tls" in argv[2:] else None)
 
 
 if __name__ == "__main__":

@@ -77,10 +77,12 @@ def test_each_number_of_donors_is_a_row(tmp_path: Path, monkeypatch: pytest.Monk
     """With and without a kill; one alone is not killed, for nobody would be left."""
     monkeypatch.setattr(transfers, "NUMS_DONORS", (1, 2))
     found = dict(measure_transfers(tmp_path / "runs", size=1 << 20, mbps=8.0))
-    assert list(found) == ["1", "2", "2-killed", "copies"]
+    assert list(found) == ["1", "2", "2-killed", "1-unlimited", "1-tls", "copies"]
     head, _, *rows, _, copies = table._transfer_table(found)
     assert copies.startswith("a donor's copy of 1 MiB: ")
-    assert [row.split("|")[1].strip() for row in rows] == ["1, 8 Mbit/s each", "2, 8 Mbit/s each"]
+    titles = ["1, 8 Mbit/s each", "2, 8 Mbit/s each", "1, no limit", "1, no limit, TLS"]
+    assert [row.split("|")[1].strip() for row in rows] == titles
+    assert [found[name]["share"] for name in ("1-unlimited", "1-tls")] == [None, None]
     assert rows[0].split("|")[-2].strip() == "-"
     assert float(rows[1].split("|")[-2]) == pytest.approx(found["2-killed"]["mbps"], abs=0.5)
     assert head.split("|")[1].strip() == "donors of a state"
