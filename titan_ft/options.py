@@ -75,6 +75,8 @@ class Launch:
     dry_run: Annotated[bool, _FLAG] = False
     """Check everything and print what the job would be: batch, memory of a rank, what a step and a heal move; ports,
     folders, environment, commands. Start nothing and leave no files."""
+    json: Annotated[bool, _FLAG] = False
+    """With --dry-run: print only the sizes of the job, what a rank holds and moves, as JSON."""
     link_gbps: Annotated[float | None, _unset("GBPS")] = None
     """For --dry-run: gigabits (10**9 bits) per second that one rank sends to other groups, the ranks of a host sharing
     its network; 25 when left out."""
@@ -375,6 +377,44 @@ class Report(_OfRun):
 
 
 @dataclass(frozen=True)
+class Planning:
+    """Forecast what failures will cost a job, and which shape of groups to take: a table and a page, without a GPU.
+
+    Of SCENARIO, a TOML, each list is swept. Runs give the costs that it leaves out, with the number of observations.
+    Without SCENARIO: --like for a run's own groups under other failures, --chaos for a campaign before it runs,
+    --validate for published figures beside this planner's. The exit status is 1 if one of these does not come out.
+
+    Example: titan-ft plan SCENARIO.toml --from runs/1
+    """
+
+    scenario: Annotated[tyro.conf.Positional[Path | None], _unset("[SCENARIO]")] = None
+    """TOML of the cluster, its failures, the job, and the strategies to compare."""
+    from_runs: Annotated[tuple[Path, ...], _unset("RUN_DIR ...", name="from")] = ()
+    """Runs whose record has the costs of failures."""
+    like: Annotated[Path | None, _unset("RUN_DIR")] = None
+    """A run whose groups meet rarer and more frequent failures."""
+    chaos: Annotated[Path | None, _unset("PLAN")] = None
+    """With --from: a chaos plan, carried out on the groups of these runs."""
+    chaos_seed: Annotated[int | None, _unset("SEED")] = None
+    """Seed of that plan, in place of its own."""
+    minutes: Annotated[float | None, _unset("MINUTES")] = None
+    """Length of that campaign from its first step; when left out, that of the runs."""
+    validate: Annotated[bool, _FLAG] = False
+    """Print the validation set: published, this planner's, error, and which input was fitted."""
+    trace_out: Annotated[Path | None, _unset("FILE")] = None
+    """Write the drawn failures of SCENARIO as a chaos trace, for a plan with when = "trace"."""
+    seed: int = 0
+    """Of the failures in --trace-out."""
+    seeds: int = 20
+    """Simulated runs of each candidate of the shortlist."""
+    out: Annotated[Path | None, _unset("FOLDER")] = None
+    """Folder of the page and of sizes that were measured; when left out, RUN_DIR/plan, or SCENARIO without .toml and
+    with -plan."""
+    json: Annotated[bool, _FLAG] = False
+    """Print all figures as JSON, and write no page."""
+
+
+@dataclass(frozen=True)
 class ShowConfig:
     """Print the config that workers would train with, or the first mistake in it.
 
@@ -425,6 +465,7 @@ COMMANDS: dict[str, type] = {
     "report": Report,
     "curves": Curves,
     "chaos": Chaos,
+    "plan": Planning,
     "group": Group,
     "lighthouse": Lighthouse,
     "slurm submit": SlurmSubmit,

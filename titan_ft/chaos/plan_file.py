@@ -83,7 +83,7 @@ def _read_rule(name: str, values: Any, folder: Path) -> Rule | Listed:
         return _in_order(
             [convert(ListedFault, shot, f"{name}.shots[{index}]") for index, shot in enumerate(rule.shots)]
         )
-    return _in_order(_read_trace(folder / rule.file)) if isinstance(rule, _Trace) else rule
+    return _in_order(read_trace(folder / rule.file)) if isinstance(rule, _Trace) else rule
 
 
 def _in_order(entries: Sequence[ListedFault]) -> Listed:
@@ -92,10 +92,10 @@ def _in_order(entries: Sequence[ListedFault]) -> Listed:
 
 # Traces
 
-_COLUMNS = ("time", "fault", "target", "params")
+COLUMNS = ("time", "fault", "target", "params")
 
 
-def _read_trace(path: Path) -> list[ListedFault]:
+def read_trace(path: Path) -> list[ListedFault]:
     """Read a trace: a CSV file with the columns time, fault, target and, if wanted, params.
 
     A line's time is in seconds since the schedule's start. Its target is a group (`2`), a rank of one (`2/0`),
@@ -115,11 +115,11 @@ def _read_trace(path: Path) -> list[ListedFault]:
     lines = [
         (number, [cell.strip() for cell in line.split(",")]) for number, line in numbered if line and line[0] != "#"
     ]
-    if len(lines) < 2 and (not lines or lines[0][1][0] == _COLUMNS[0]):
+    if len(lines) < 2 and (not lines or lines[0][1][0] == COLUMNS[0]):
         raise ConfigError(f"{path.name} must hold at least one fault, got none; add a line such as 30,kill_group,0")
     (number, head), *rest = lines
-    if tuple(head) not in (_COLUMNS, _COLUMNS[:-1]):
-        rule = f"must name the columns {','.join(_COLUMNS)} (the last may be missing)"
+    if tuple(head) not in (COLUMNS, COLUMNS[:-1]):
+        rule = f"must name the columns {','.join(COLUMNS)} (the last may be missing)"
         raise ConfigError(f"{path.name}:{number} {rule}, got {','.join(head)!r}; put them in the first line")
     for number, cells in rest:
         if len(cells) != len(head):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,10 @@ def run(command: Launch, worker_args: Sequence[str]) -> int:
         raise ConfigError(
             f"--chaos-seed must come with --chaos FILE, got {command.chaos_seed} alone; give the plan too"
         )
+    if command.json and not command.dry_run:
+        raise ConfigError(
+            "--json must come with --dry-run, got it alone; titan-ft report RUN_DIR --json has a run's figures"
+        )
     chaos = None
     if command.chaos is not None:
         # Only here: a run without faults loads nothing that can break it.
@@ -31,9 +36,9 @@ def run(command: Launch, worker_args: Sequence[str]) -> int:
         print(f"titan-ft: {note}", file=sys.stderr)
     if command.dry_run:
         # Only here: it imports torch, which a launcher never does.
-        from titan_ft.launch.dry_run import describe
+        from titan_ft.launch.dry_run import describe, describe_sizes
 
-        print(describe(plan))
+        print(json.dumps(describe_sizes(plan), indent=2) if command.json else describe(plan))
         return 0
     protect_output()
     return launch(plan)

@@ -13,7 +13,7 @@ import shlex
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml, read_flags
 from titan_ft.data.assets import SCHEME
@@ -24,12 +24,11 @@ from titan_ft.protocol.strategy import strategy_of
 from titan_ft.round_settings import num_fragments, quantizes, steps_per_round
 from titan_ft.training.custom_import import working_folder_first
 from titan_ft.training.job_config import read_config
+from titan_ft.training.traffic import HOST_LINK_GBPS, LINK_GBPS, Traffic, served_gbps
 
 if TYPE_CHECKING:
     from titan_ft.training.sizes import JobSizes, RankSizes
 
-LINK_GBPS = 25.0
-HOST_LINK_GBPS = 200.0
 TOKENIZER = "--model.hf_assets_path"
 
 
@@ -78,13 +77,53 @@ def describe(plan: LaunchPlan) -> str:
     return "\n".join([*lines, "", "dry run: nothing was started, and no file was made"])
 
 
-def _job_lines(plan: LaunchPlan) -> list[str]:
-    """Return what the job is made of, needs and moves."""
+def describe_sizes(plan: LaunchPlan) -> dict[str, Any]:
+    """Return what the job is made of, needs and moves, as numbers for `--dry-run --json`; bytes are of one rank.
+
+    Raises:
+        ConfigError: there is a mistake in the config.
+    """
+    with working_folder_first():
+        job = _read_job(plan)
+    rank, ft = job.sizes.largest, job.config.fault_tolerance
+    traffic = _traffic(plan, ft, rank)
+    return {
+        "groups": plan.num_replicas,
+        "ranks_per_group": plan.num_ranks,
+        "parameters": job.sizes.num_parameters,
+        "tokens_per_step": plan.num_replicas * _own_batch(job.config, job.sizes) * job.config.training.seq_len,
+        "steps_per_round": steps_per_round(ft),
+        "gpu_bytes": sum(_memory(plan, ft, rank, job.imported)[0].values()),
+        "host_bytes": sum(_memory(plan, ft, rank, job.imported)[1].values()),
+        "exchange": {"bytes": traffic.moved, "sent_bytes": traffic.sent, "seconds": traffic.exchange_seconds},
+        "heal": {
+            "bytes": traffic.state,
+            "group_bytes": job.sizes.group_state,
+            "copy_seconds": traffic.copy_seconds,
+            "fetch_seconds": traffic.fetch_seconds,
+        },
+    }
+
+
+class _Job(NamedTuple):
+    missing_tokenizer: str
+    config: Any
+    sizes: JobSizes
+    imported: int
+    """Bytes that this process takes after its imports; a worker takes about as much."""
+
+
+def _read_job(plan: LaunchPlan) -> _Job:
     flags = plan.check_flags()
     missing = _find_missing_tokenizer(plan.config, flags)
     config = read_config(*flags, *([f"{TOKENIZER}={SCHEME}tokenizer"] if missing else []))
-    imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # by this process; a worker's is about as much
-    sizes = _measure(config, plan.num_ranks)
+    imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _Job(missing, config, _measure(config, plan.num_ranks), imported)
+
+
+def _job_lines(plan: LaunchPlan) -> list[str]:
+    """Return what the job is made of, needs and moves."""
+    missing, config, sizes, imported = _read_job(plan)
     return [
         *([f"tokenizer    {missing}, which this host does not have and the job's must"] if missing else []),
         *_batch_lines(plan, config, sizes),
@@ -138,7 +177,7 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
         ("EP", dims.ep),
     )
     cut = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one rank"
-    own = training.local_batch_size * dims.dp_replicate * dims.dp_shard * sizes.accumulation
+    own = _own_batch(config, sizes)
     total = own * plan.num_replicas
     lines = [
         f"model        {config.model.name} {config.model.flavor}, {sizes.num_parameters:,} parameters",
@@ -155,8 +194,16 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     return lines
 
 
-def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, imported: int) -> list[str]:
-    rank, ft = sizes.largest, config.fault_tolerance
+def _own_batch(config: Any, sizes: JobSizes) -> int:
+    """Return the sequences that a group reads for a step."""
+    dims = sizes.dims
+    return int(config.training.local_batch_size * dims.dp_replicate * dims.dp_shard * sizes.accumulation)
+
+
+def _memory(
+    plan: LaunchPlan, ft: FaultTolerance, rank: RankSizes, imported: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of a rank on its GPU, and in the memory of its host, by what they hold."""
     on_gpu = {"parameters": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
     on_host = {"copy of the state": rank.state}
     if ft.semi_sync_method:
@@ -170,6 +217,12 @@ def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, imported: int)
         on_host["queue of updates while it heals"] = int(ft.catch_up_max_gb * 2**30)
     if plan.options.no_zygote:
         on_host["what it imports about"] = imported
+    return on_gpu, on_host
+
+
+def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, imported: int) -> list[str]:
+    rank, ft = sizes.largest, config.fault_tolerance
+    on_gpu, on_host = _memory(plan, ft, rank, imported)
     lines = [
         f"GPU memory   {_sum(on_gpu)}",
         "             and what activations and torchtitan's own buffers take",
@@ -185,47 +238,55 @@ def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, imported: int)
     return lines
 
 
-def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
-    rank, ft, groups = sizes.largest, config.fault_tolerance, plan.num_replicas
+def _traffic(plan: LaunchPlan, ft: FaultTolerance, rank: RankSizes) -> Traffic:
+    groups, parts, gloo = plan.num_replicas, num_fragments(ft), ft.process_group == "gloo"
     link = plan.options.link_gbps or LINK_GBPS
-    host = plan.options.host_link_gbps or HOST_LINK_GBPS
+    moved = rank.exchange // parts
+    if ft.semi_sync_method is None:
+        staged = 2 * rank.exchange if gloo else 0  # to host memory and back
+    else:
+        # Weights to the host and back; its changes as well.
+        staged = 2 * rank.anchors // parts + (0 if gloo else 2 * moved)
     donors = strategy_of(ft).limit_donors(max(1, groups - 1))
-    served = min(link, donors * ft.transfer_max_mbps / 1000) if ft.transfer_max_mbps else link
-    copied, fetched = _seconds(rank.state, host), _seconds(rank.state, served)
+    return Traffic(
+        moved=moved,
+        sent=rank.sent // parts,
+        staged=staged,
+        state=rank.state,
+        link_gbps=link,
+        host_link_gbps=plan.options.host_link_gbps or HOST_LINK_GBPS,
+        served_gbps=served_gbps(link, donors, ft.transfer_max_mbps),
+    )
+
+
+def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
+    rank, ft = sizes.largest, config.fault_tolerance
+    traffic = _traffic(plan, ft, rank)
     return [
-        *_exchange_lines(rank, ft, groups, link, host),
+        *_exchange_lines(traffic, ft, plan.num_replicas),
         f"a heal moves {_size(rank.state)} for each rank, {_size(sizes.group_state)} for the group",
-        f"             {copied:.2g} s of copying, in which the donors stand still; {fetched:.2g} s of transfer, "
-        f"beside training; {copied:.2g} s to load",
-        f"links        {link:g} Gbit/s from rank to rank between groups, {host:g} between GPU and host "
-        "(--link-gbps, --host-link-gbps)",
+        f"             {traffic.copy_seconds:.2g} s of copying, in which the donors stand still; "
+        f"{traffic.fetch_seconds:.2g} s of transfer, beside training; {traffic.copy_seconds:.2g} s to load",
+        f"links        {traffic.link_gbps:g} Gbit/s from rank to rank between groups, {traffic.host_link_gbps:g} "
+        "between GPU and host (--link-gbps, --host-link-gbps)",
     ]
 
 
-def _exchange_lines(rank: RankSizes, ft: FaultTolerance, groups: int, link: float, host: float) -> list[str]:
-    parts, gloo = num_fragments(ft), ft.process_group == "gloo"
-    moved, sent = rank.exchange // parts, rank.sent // parts
+def _exchange_lines(traffic: Traffic, ft: FaultTolerance, groups: int) -> list[str]:
+    moved, sent, seconds = traffic.moved, traffic.sent, traffic.exchange_seconds
     ring = f"{_size(sent)} out and in (a ring of {groups}{', in 8 bits' if quantizes(ft) else ''})"
     if ft.semi_sync_method is None:
-        staged = 2 * rank.exchange if gloo else 0  # to host memory and back
         return [
-            f"a step moves {_size(rank.exchange)} of each rank's gradients: {ring}",
-            f"             {_seconds(sent, link) + _seconds(staged, host):.2g} s, beside the backward pass as far as "
-            "that lasts",
+            f"a step moves {_size(moved)} of each rank's gradients: {ring}",
+            f"             {seconds:.2g} s, beside the backward pass as far as that lasts",
         ]
-    length = steps_per_round(ft)
-    staged = 2 * rank.anchors // parts + (0 if gloo else 2 * moved)  # weights to the host and back; its changes as well
-    delay = ft.fragment_sync_delay
+    length, delay = steps_per_round(ft), ft.fragment_sync_delay
     return [
         f"a round moves {_size(moved)} of each rank's changes: {ring}, {_size(sent // length)} for each of its "
         f"{length} steps",
-        f"             {_seconds(sent, link) + _seconds(staged, host):.2g} s and the outer optimizer on the host, in "
+        f"             {seconds:.2g} s and the outer optimizer on the host, in "
         f"which training stands still{f', but for the transfer, beside {delay} steps' if delay else ''}",
     ]
-
-
-def _seconds(num_bytes: int, gbps: float) -> float:
-    return num_bytes * 8 / (gbps * 1e9)
 
 
 def _sum(parts: dict[str, int]) -> str:

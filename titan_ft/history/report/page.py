@@ -38,6 +38,7 @@ from titan_ft.history.terminal import clock
 from titan_ft.system.whole_file import write_whole
 
 MARKS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "not asked": ("quiet", DASH)}  # else it is open
+FOLDER = Path(__file__).parent
 MAX_DETAILS = 4
 MAX_ROWS = 200
 MAX_FAILED = 8
@@ -68,7 +69,7 @@ def render(record: RunRecord, links: Links, against: RunRecord | None = None) ->
     """Return the page of a run. Whatever an event or a log says is text on it, never markup."""
     charts = draw_charts(record) if record.attempts else {}
     verdicts, hosts, failed = check(record, against), find_hosts(record), find_failed(record)
-    parts = {
+    parts: dict[str, Any] = {
         "recoveries": find_recoveries(record),
         "transfers": summarize(record).transfers,
         "hosts": hosts if worth_a_table(hosts) else [],
@@ -97,14 +98,14 @@ def render(record: RunRecord, links: Links, against: RunRecord | None = None) ->
     )
 
 
-def fill(template: str, charts: Mapping[str, Chart], **values: Any) -> str:
-    """Return a page from its template."""
+def fill(template: str, charts: Mapping[str, Chart], folder: Path = FOLDER, **values: Any) -> str:
+    """Return a page from its template, which is in `folder` and may use the parts of a report's page."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader([folder, FOLDER]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -1,0 +1,154 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Candidates are ranked by what is paid for; the advice names the runner-up and what would turn it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.forecast.scenarios import candidate, tables
+from titan_ft.config import ConfigError
+from titan_ft.forecast.candidate import Candidate, standbys
+from titan_ft.forecast.choice import Case, compare, find_turn, half_interval, percentile, scaled, sensitivity
+from titan_ft.forecast.scenario import read_scenarios
+from titan_ft.forecast.table import case_figures, case_notes, percentages
+
+NODES = {
+    "name": "node",
+    "per_1000_node_days": 6.5,
+    "spacing": "weibull",
+    "shape": 0.8,
+    "age": "1000 d",
+    "breaks": 0.4,
+    "repair": "10 h",
+}
+STRATEGIES = {
+    "checkpoint": {"save": "30 s"},
+    "restart": {"recover": {"base": "50 s", "per_gpu": "9 ms"}},
+    "rounds": {"steps": 30},
+}
+
+
+def cases(seeds: int = 4, **changes: Any) -> list[Case]:
+    return compare(read_scenarios(tables(**changes), Path()), seeds=seeds)
+
+
+def test_groups_beat_restarts_and_the_sentence_says_so() -> None:
+    (case,) = cases(job={"step": 20.0, "groups": [6, 48]}, **STRATEGIES)
+    best, *_, last = case.forecasts
+    assert (best.candidate.strategy, best.candidate.groups) == ("groups", 48)
+    assert last.candidate.strategy == "restart"
+    assert len(case.forecasts) == 5, "a restart is one candidate, whatever the groups are"
+    assert f" (restarts from checkpoints: {100 * last.effective:.1f} %)" in case.advice
+    assert case.advice.startswith(
+        f"Take 48 groups of 2,048: {100 * best.effective:.1f} % effective training time; next"
+    )
+
+
+def test_what_is_paid_for_ranks() -> None:
+    """Twice the GPUs as spares for nothing: they cost half of what is paid, and the effective time is the same."""
+    (case,) = cases(cluster={"gpus": 98304, "gpus_per_node": 8, "price_per_gpu_hour": 2.0, "spare_nodes": [0, 12288]})
+    none, many = case.forecasts
+    assert (none.candidate.spares, many.candidate.spares) == (0, 12288)
+    assert none.effective == many.effective
+    assert many.worth == pytest.approx(none.worth / 2)
+    figures = case_figures(case)["candidates"]
+    assert figures[1]["money_lost_a_month"] - figures[0]["money_lost_a_month"] == pytest.approx(98304 * 720 * 2.0)
+
+
+def test_circumstances_are_not_compared() -> None:
+    found = cases(groups={"stall": [180.0, 2.0], "away": 600.0}, job={"step": 20.0, "groups": [6, 12]})
+    assert [case.circumstances for case in found] == [{"groups.stall": 180.0}, {"groups.stall": 2.0}]
+    assert [len(case.forecasts) for case in found] == [2, 2]
+
+
+def test_an_input_that_would_turn_the_choice() -> None:
+    """Groups against restarts: much longer stalls make restarts better."""
+    groups = candidate(groups={"stall": 60.0, "away": 600.0})
+    (job,) = [
+        each.candidate
+        for each in cases(**STRATEGIES | {"restart": {"recover": "5 min"}})[0].forecasts
+        if each.candidate.strategy == "restart"
+    ]  # fmt: skip
+    turn = find_turn(groups, job)
+    assert turn is not None
+    name, factor = turn
+    assert name == "stall"
+    assert 3 < factor <= 16
+    before, after = (find_turn(scaled(groups, "stall", factor * share), job) for share in (0.9, 1.1))
+    assert before != after
+
+
+def test_a_difference_of_chance_is_called_none() -> None:
+    (case,) = cases(
+        failure=[{"name": "any", "mtbf": 1e9, "spacing": "memoryless"}], job={"step": 20.0, "groups": [6, 12]}
+    )
+    assert case.advice.endswith("which is no difference: its 95 % interval holds 0.")
+
+
+def test_a_shape_that_does_not_fit_is_left_out() -> None:
+    def refuse(found: Candidate) -> Candidate:
+        if found.groups == 48:
+            raise ConfigError("cluster.gpu_memory_gb must hold 90.0 GB and activations, got 80; take larger groups")
+        return replace(found, bounded=True)
+
+    scenarios = read_scenarios(tables(job={"step": 20.0, "groups": [12, 48]}), Path())
+    (case,) = compare(scenarios, seeds=2, refine=refuse)
+    assert [each.candidate.groups for each in case.forecasts] == [12]
+    assert case.excluded == (
+        "48 groups of 2,048: cluster.gpu_memory_gb must hold 90.0 GB and activations, got 80; take larger groups",
+    )
+    assert case_notes(case) == [f"Left out: {case.excluded[0]}."]
+    (unbounded,) = cases()
+    assert case_notes(unbounded) == ["The shape is not bounded by memory and exchange: give job.config."]
+
+
+def test_half_and_twice_of_each_input() -> None:
+    rows = {name: values for name, *values in sensitivity(candidate(groups={"stall": 60.0, "away": 600.0}))}
+    assert rows.keys() == {"time between failures", "stall", "time away"}
+    half, usual, twice = rows["stall"]
+    assert half > usual > twice
+    half, usual, twice = rows["time between failures"]
+    assert half < usual < twice
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9), st.sampled_from([0, 1, 2]))
+def test_percentages_add_up_exactly(values: list[float], digits: int) -> None:
+    total = sum(values)
+    shares = {str(place): value / total if total else 1 / len(values) for place, value in enumerate(values)}
+    shown = percentages(shares, digits)
+    assert sum(round(value * 10**digits) for value in shown.values()) == 100 * 10**digits
+    assert all(abs(shown[name] - 100 * share) <= 1.0001 / 10**digits for name, share in shares.items())
+
+
+def test_intervals() -> None:
+    assert half_interval([1.0, 3.0]) == pytest.approx(12.71 * 2**0.5 / 2**0.5, rel=1e-6)
+    assert percentile([3.0, 1.0, 2.0], 0.25) == 1.5
+
+
+@pytest.mark.parametrize(("expected", "number"), [(0.1536, 2), (0.3072, 2), (0.6144, 3), (1.2288, 4), (13.3, 22)])
+def test_standbys_are_the_99th_percentile(expected: float, number: int) -> None:
+    assert standbys(expected) == number
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_plan_of_a_hundred_thousand_gpus_takes_seconds() -> None:
+    """Six candidates, 20 runs each, 12,288 nodes with lives of their own, for 30 days: 14 s of a busy CPU core."""
+    changes = {
+        "days": 30.0,
+        "cluster": {"gpus": 98304, "gpus_per_node": 8, "spare_nodes": [24, 40]},
+        "job": {"step": 20.0, "groups": [6, 12, 24]},
+        "failure": [NODES],
+    }
+    start = time.process_time()
+    (case,) = cases(seeds=20, **changes)
+    assert sum(len(each.accounts) for each in case.forecasts) == 120
+    assert time.process_time() - start < 60, "six times what it takes: a bound against a mistake, not a measurement"

@@ -1,0 +1,136 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The inputs from a run's record: each cost by its own steps, with its number, and what was cut off."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+
+from tests.forecast.scenarios import candidate
+from tests.history.histories import calm_run, commit, fault, killed_run, say
+from titan_ft.config import ConfigError
+from titan_ft.forecast.candidate import Candidate, make_candidates
+from titan_ft.forecast.choice import run_seeds
+from titan_ft.forecast.from_run import scenarios_like
+from titan_ft.forecast.lengths import LogNormal
+from titan_ft.forecast.measured import Measured, measure, resample
+from titan_ft.forecast.simulation import simulate
+from titan_ft.forecast.trace import draw_until
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.run.events import Event
+
+STALL = {"median": 1.8, "p99": 6.0}
+
+
+def measured_of(events: list[Event], until: float | None = None) -> Measured:
+    found = measure([RunRecord(events)], until)
+    assert found is not None
+    return found
+
+
+def test_a_run_with_one_kill() -> None:
+    """Steps of 1 s; the one with the death is 2 s late; group 1 is away from 12.5 s until it joins step 8 at 18 s."""
+    found = measured_of(killed_run())
+    assert found.step == pytest.approx(1.0)
+    assert found.num_steps == 4, "steps 2, 3, 9 and 10"
+    assert found.stall is not None
+    assert found.stall.values == [pytest.approx(2.0)]
+    assert found.away is not None
+    assert found.away.values == [pytest.approx(19.0 - 12.5 - 1.5)], (
+        "to half a step before the begin of the step it joined"
+    )
+    assert found.rejoin is not None
+    assert found.rejoin.values == [pytest.approx(0.0)]
+    assert (found.drag, found.num_away) == (pytest.approx(0.0), 3)
+    assert found.kinds == {"SIGKILL": 1}
+    rows = {each.name: (each.number, each.censored) for each in found.observations()}
+    assert rows["away until it could join"] == (1, 0)
+
+
+def test_a_group_that_never_came_back_is_cut_off() -> None:
+    events = [event for event in killed_run() if not (event.name == "step_committed" and event.step > 7)]
+    found = measured_of(events)
+    assert found.away is None, "one that was never seen to its end is no length"
+    both = measure([RunRecord(events), RunRecord(killed_run())])
+    assert both is not None
+    assert both.away is not None
+    assert (both.away.number, both.away.censored) == (1, 1)
+
+
+def test_without_failures_costs_are_unknown() -> None:
+    found = measured_of(calm_run())
+    assert (found.stall, found.away, found.mtbf) == (None, None, None)
+    with pytest.raises(ConfigError, match=r"^groups\.stall must be set, got nothing; give it, or a run that has it"):
+        candidate(groups={"away": 10.0})
+    with pytest.raises(
+        ConfigError, match=r"^--like must be a run with a failure from which a group came back, got none"
+    ):
+        scenarios_like(found, 1)
+    assert measure([RunRecord([say(0.0, "launch_started", replicas=2)])]) is None
+
+
+def job_of_tests() -> Candidate:
+    return candidate(
+        cluster={"gpus": 4, "gpus_per_node": 1},
+        job={"step": 1.0, "groups": 4},
+        failure=[{"name": "kill", "mtbf": 50.0, "spacing": "memoryless"}],
+        groups={"stall": STALL, "away": 12.0, "rejoin": 0.5, "drag": 0.25},
+    )
+
+
+def events_of(seed: int, seconds: float) -> list[Event]:
+    """Return a simulated run of four groups as events: kills, commits, returns."""
+    job = job_of_tests()
+    steps: list[tuple[float, frozenset[int]]] = []
+    simulate(job, seed, seconds, lambda time, groups: steps.append((time, groups)))
+    failures = list(draw_until(job.scenario, seed))
+    events = [say(0.0, "launch_started", replicas=4)]
+    before, attempts = frozenset(range(4)), dict.fromkeys(range(4), 0)
+    for number, (time, groups) in enumerate(steps, 1):
+        for group in sorted(before - groups):
+            at = max(each.time for each in failures if each.node == group and each.time <= time)
+            of_attempt = {"attempt": attempts[group]}
+            events.append(fault(at, "kill_group", group, shot=number))
+            events.append(say(at, "worker_exited", group, signal="SIGKILL", stopped=False, **of_attempt))
+            attempts[group] += 1
+        events += [
+            commit(time, number, group, participants=sorted(groups), attempt=attempts[group])
+            for group in sorted(groups)
+        ]
+        before = groups
+    return events
+
+
+def test_what_a_simulated_run_is_made_of_is_measured_again() -> None:
+    """The costs that were put in come out of its events, and the second half follows from the first."""
+    events = events_of(3, 8000.0)
+    found = measured_of(events)
+    assert found.step == pytest.approx(1.0, rel=0.01)
+    assert found.drag == pytest.approx(0.25, rel=0.1)
+    assert found.stall is not None
+    assert found.stall.mean == pytest.approx(LogNormal(**STALL).mean, rel=0.15)
+    assert found.away is not None
+    assert found.away.mean == pytest.approx(12.0, rel=0.1)
+    assert found.rejoin is not None
+    assert found.rejoin.mean == pytest.approx(0.5, abs=0.15)
+    half = measured_of(events, until=1e9 + 4000.0)
+    steps = [event for event in RunRecord(events).first_commits.values() if event.time > 1e9 + 4000.0]
+    (job,) = make_candidates(scenarios_like(half, 1)[2], half)  # as often as in the first half
+    runs = run_seeds(job, half, 20, 4000.0)
+    assert fmean(run.steps for run in runs) == pytest.approx(len(steps), rel=0.1)
+
+
+def test_beyond_the_pressure_of_the_record_it_says_so() -> None:
+    found = measured_of(events_of(3, 2000.0))
+    rarest, *_, same, _, often = [make_candidates(case, found)[0] for case in scenarios_like(found, 1)][::-1]
+    assert often.beyond > 3
+    assert (same.beyond, rarest.beyond) == (0, 0)
+
+
+def test_another_record_would_show_other_costs() -> None:
+    found = measured_of(events_of(3, 1000.0))
+    again = [resample(found, seed) for seed in range(20)]
+    assert len({each.stall.mean for each in again if each.stall is not None}) > 5
+    assert all(each.step in found.pace for each in again)

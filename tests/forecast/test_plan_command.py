@@ -1,0 +1,224 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""`titan-ft plan`: its table, its page, its JSON, its mistakes; and the sizes that `launch --dry-run --json` prints."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.forecast.test_measured import events_of
+from titan_ft.cli.main import main
+from titan_ft.forecast import published
+from titan_ft.forecast.published import read_cases
+from titan_ft.run.log import encode
+
+SCENARIO = """
+clock = "wall"
+days = 3
+[cluster]
+gpus = 98304
+gpus_per_node = 8
+price_per_gpu_hour = 2.0
+spare_nodes = [0, 24]
+[[failure]]
+name = "node"
+per_1000_node_days = 6.5
+spacing = "memoryless"
+breaks = 0.4
+repair = "10 h"
+[job]
+step = "20 s"
+groups = [6, 12]
+[checkpoint]
+save = "30 s"
+[restart]
+recover = { base = "50 s", per_gpu = "9 ms" }
+[groups]
+stall = "2 s"
+away = { base = "110 s", per_gpu = "9 ms" }
+[rounds]
+steps = 30
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.toml"
+    path.write_text(SCENARIO)
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    (folder / "events").mkdir(parents=True)
+    (folder / "events" / "all.jsonl").write_bytes(b"".join(encode(event) for event in events_of(3, 600.0)))
+    return folder
+
+
+def test_a_scenario_is_a_table_a_sentence_and_a_page(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(scenario), "--seeds", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "Take 12 groups of 8,192 with 24 spare nodes: 9" in shown
+    assert "Another number of groups starts the data anew today" in shown
+    assert "under Slurm a node that the partition keeps free" in shown
+    row = next(line for line in shown.splitlines() if line.startswith("│ 12 groups of 8,192 ") and "±" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    head = next(line for line in shown.splitlines() if "candidate" in line).strip("┃").split("┃")
+    parts = [float(cell) for name, cell in zip(head, cells, strict=True) if name.strip() in SHARES and cell]
+    assert round(sum(parts), 1) == 100.0
+    page = (scenario.parent / "cluster-plan" / "index.html").read_text()
+    for part in ("Forecast of cluster.toml", "Size of a group", "Spare nodes", "Half of it", "no nodes"):
+        assert part in page
+    assert not re.search(r"""(src|href)=["']?http""", page.partition("plotly.js v")[0])
+
+
+SHARES = {
+    "training",
+    "stalled",
+    "slower steps",
+    "exchange",
+    "checkpoints",
+    "lost work",
+    "too few groups",
+    "away",
+    "no nodes",
+}
+
+
+def test_the_scenario_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str], run_dir: Path) -> None:
+    """It is read as it stands; with a run, what that scenario says goes before the record."""
+    path = Path(__file__).parents[2] / "docs" / "planning.toml"
+    for more in ((), ("--from", str(run_dir))):
+        assert main(["plan", str(path), "--seeds", "2", "--out", str(tmp_path / "page"), *more]) == 0
+        shown = capsys.readouterr().out
+        assert "Take 24 groups of 4,096 with 24 spare nodes: 98." in shown
+        assert ("input of the record" in shown) is bool(more)
+
+
+def test_the_same_as_json(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(scenario), "--seeds", "2", "--json"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert case["advice"].startswith("Take 12 groups")
+    assert [each["strategy"] for each in case["candidates"]].count("restart") == 2
+    best = case["candidates"][0]
+    assert sum(round(10 * value) for value in best["time_percent"].values()) == 1000
+    assert best["range"][0] <= best["effective"] <= best["range"][1]
+    assert not (scenario.parent / "cluster-plan").exists()
+
+
+def test_a_run_without_a_scenario(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five cases, from four times the failures to a quarter of them, with the observations they rest on."""
+    assert main(["plan", "--like", str(run_dir), "--seeds", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("failure[0].mtbf = ") == 5
+    assert "BEYOND THE RECORD" in shown
+    assert re.search(r"stall: a step with a death is late by +[\d.]+ s +\d+ observations", shown)
+    assert (run_dir / "plan" / "index.html").exists()
+
+
+def test_a_campaign_before_it_runs(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--chaos", "blog_15s", "--from", str(run_dir), "--minutes", "5", "--seeds", "3"]
+    assert main(words) == 0
+    assert re.search(r"^steps +\d+\.\d +\d+\.\d to \d+\.\d$", capsys.readouterr().out, re.MULTILINE)
+    assert main([*words, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["counts"]["failures"]["mean"] + figures["counts"]["skipped"]["mean"] == pytest.approx(19)
+
+
+def test_the_drawn_failures_as_a_trace(scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(scenario), "--trace-out", str(tmp_path / "drawn.csv"), "--seed", "3"]) == 0
+    number = int(re.findall(r"(\d+) faults", capsys.readouterr().out)[0])
+    lines = (tmp_path / "drawn.csv").read_text().splitlines()
+    assert lines[:2] == ["# drawn by titan-ft plan: seed 3, 3 days, 6 groups", "time,fault,target,params"]
+    assert len(lines) == number + 2
+
+
+def test_the_validation_set_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit status is 1 once a pinned figure does not come out."""
+    cases = {case.id: case for case in read_cases()}
+    monkeypatch.setattr(published, "read_cases", lambda: [cases["rsc-16384"], cases["own-5s"], cases["torchpass"]])
+    assert main(["plan", "--validate"]) == 0
+    shown = capsys.readouterr().out
+    assert "NO" not in shown.split()
+    assert re.search(r"own-5s +│ steps +│ open ", shown)
+    wrong = msgspec.structs.replace(cases["rsc-16384"], expect={"mtbf_hours": 1.9})
+    monkeypatch.setattr(published, "read_cases", lambda: [wrong])
+    assert main(["plan", "--validate"]) == 1
+    assert "NO" in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "SCENARIO must be given, or one of --like, --chaos, --validate, got nothing; give one of them"),
+        (
+            "--validate --like x",
+            "SCENARIO must be given, or one of --like, --chaos, --validate, got --like and --validate",
+        ),
+        ("--chaos blog_15s", "--chaos must come with --from RUN_DIR, got it alone"),
+        ("gone.toml", "gone.toml"),
+        ("--validate --minutes 3", "--minutes must come with --chaos PLAN, got it alone"),
+        ("--validate --trace-out x", "--trace-out must come with SCENARIO, got --validate"),
+        ("--like gone", "--like must be the folder of a run, got gone"),
+        ("--validate --seeds 1", "--seeds must be >= 2, got 1"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *words.split()]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"titan-ft: {line}")
+
+
+def test_sizes_of_a_dry_run_are_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The figures of the text, as numbers: 6,163,712 parameters x 4 bytes; a ring of 4 sends each byte 1.5 times."""
+    monkeypatch.chdir(tmp_path)
+    words = ["launch", "llama3_debug", "--replicas", "4", "--ranks-per-replica", "1", "--run-dir", "run"]
+    assert main([*words, "--dry-run", "--json", "--link-gbps", "10"]) == 0
+    sizes = json.loads(capsys.readouterr().out)
+    num_bytes = 4 * 6_163_712
+    assert (sizes["parameters"], sizes["groups"]) == (6_163_712, 4)
+    assert sizes["gpu_bytes"] == pytest.approx(4 * num_bytes, rel=1e-3)
+    assert sizes["exchange"]["sent_bytes"] == pytest.approx(1.5 * num_bytes, rel=1e-3)
+    assert sizes["exchange"]["seconds"] == pytest.approx(
+        1.5 * num_bytes * 8 / 10e9 + 2 * num_bytes * 8 / 200e9, rel=1e-3
+    )
+    assert sizes["heal"]["bytes"] == pytest.approx(3 * num_bytes, rel=1e-3)
+    assert list(tmp_path.iterdir()) == []
+    assert main([*words, "--json"]) == 2
+    assert "--json must come with --dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_config_bounds_the_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exchange that nothing hides is part of a step; a shape that cannot be cut is left out; sizes are kept."""
+    path = tmp_path / "small.toml"
+    text = SCENARIO.replace("98304", "4").replace("gpus_per_node = 8", "gpus_per_node = 1").replace("[6, 12]", "[2, 4]")
+    text = text.replace('step = "20 s"', 'step = "20 ms"\nconfig = "llama3_debug"\nlink_gbps = 1.0').replace(
+        "[0, 24]", "1"
+    )
+    path.write_text(text.partition("[rounds]")[0])
+    assert main(["plan", str(path), "--seeds", "2", "--json"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    found = {each["groups"]: each for each in case["candidates"] if each["strategy"] == "groups"}
+    assert found[4]["exchange_seconds"] > found[2]["exchange_seconds"] > 0
+    assert found[2]["time_percent"]["exchange"] > 50
+    assert case["notes"] == []
+    sizes = tmp_path / "small-plan" / "sizes.json"
+    assert len(json.loads(sizes.read_text())) == 2
+    sizes.write_text(sizes.read_text().replace('"gpu_bytes": ', '"gpu_bytes": 9999999'))
+    path.write_text(path.read_text().replace("[cluster]", "[cluster]\ngpu_memory_gb = 80"))
+    assert main(["plan", str(path), "--seeds", "2", "--json"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert [each["strategy"] for each in case["candidates"]] == ["restart"]
+    assert "cluster.gpu_memory_gb must hold 9" in case["notes"][0]

@@ -1,0 +1,102 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scenarios are read, swept, and refused in one line."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forecast.scenarios import scenario, tables
+from titan_ft.config import ConfigError
+from titan_ft.forecast.candidate import make_candidates
+from titan_ft.forecast.scenario import DAY, load_scenarios, read_scenarios
+
+
+def test_lengths_of_time_are_seconds() -> None:
+    read = scenario(groups={"stall": "1.5 min", "away": {"base": "50 s", "per_gpu": "9 ms"}})
+    (found,) = make_candidates(read)
+    assert found.costs.stall.mean == 90
+    assert found.costs.away.mean == pytest.approx(50 + 0.009 * 8192)
+
+
+def test_lists_are_swept_in_all_combinations() -> None:
+    cluster = {"gpus": 98304, "gpus_per_node": 8, "spare_nodes": [0, 24]}
+    cases = read_scenarios(tables(cluster=cluster, job={"step": 20.0, "groups": [6, 12, 24]}), Path())
+    found = [(case.cluster.spare_nodes, case.job.groups) for case in cases]
+    assert found == [(spares, groups) for spares in (0, 24) for groups in (6, 12, 24)]
+    assert cases[1].swept == {"cluster.spare_nodes": 0, "job.groups": 12}
+
+
+def test_a_list_in_an_array_of_tables_is_swept() -> None:
+    failure = {"name": "any", "mtbf": ["18 min", "1 h"], "spacing": "even"}
+    assert [case.failures[0].mtbf for case in read_scenarios(tables(failure=[failure]), Path())] == [1080, 3600]
+
+
+MISTAKES = [
+    ("job.step", "20 sec", "job.step must be a length of time, such as 20 (seconds) or \"18 min\", > 0, got '20 sec'"),
+    ("job.step", None, "job.step must be set, got nothing"),
+    ("job.groups", 7, "job.groups must divide the 12288 nodes of the cluster, got 7"),
+    ("job.groups", [], "job.groups must hold at least one value, got []"),
+    ("job.groups", [*range(1, 3000)], "the lists must make 2000 cases at most, got 2999"),
+    ("job.min_replica_size", 13, "job.min_replica_size must be <= job.groups (12), got 13"),
+    ("cluster.gpus", 98305, "cluster.gpus must be a multiple of gpus_per_node (8), got 98305"),
+    ("cluster.spares", 3, "cluster.spares is not a valid key; did you mean spare_nodes?"),
+    ("clock", "cpu", 'clock must be "wall" or "training", got \'cpu\''),
+    ("clock", None, 'clock must be set, got nothing; "training" if failures come only while the job trains'),
+    ("days", -1, "days must be a number > 0, got -1"),
+    ("groups", None, "restart must be set, or groups or rounds, got none"),
+    ("groups.stall", None, "groups.stall must be set, got nothing; give it, or a run that has it: --from RUN_DIR"),
+    ("groups.away", {"median": 5}, "groups.away must be a length of time"),
+    ("rounds", {"steps": 0}, "rounds.steps must be a whole number >= 1, got 0"),
+    ("restart", {"recover": 600}, "checkpoint must be set with restart, got nothing"),
+    ("failure", [], "failure must hold at least one value, got []"),
+    ("failure[0].spacing", None, "failure[0].spacing must be one of memoryless, even, uniform, weibull, got nothing"),
+    ("failure[0].spacing", "often", "failure[0].spacing must be one of memoryless, even, uniform, weibull, got"),
+    ("failure[0].spacing", "weibull", "failure[0].shape must come with spacing = \"weibull\", got None"),
+    ("failure[0].mtbf", None, "failure[0].mtbf must be alone of per_1000_node_days, mtbf,"),
+    ("failure[0].mtbf_of_each", 5, "failure[0].mtbf must be alone of per_1000_node_days, mtbf,"),
+    ("failure[0].domain", "rack", "failure[0].domain rack is not a valid key; valid keys: none"),
+    ("failure[0].effect", "slow", 'failure[0].factor must be > 1 with effect = "slow", got 1'),
+    ("failure[0].breaks", 2, "failure[0].breaks must be a share from 0 to 1, got 2"),
+    ("failure[0].first_node", 12288, "failure[0].first_node must be < the 12288 nodes of the cluster, got 12288"),
+    ("failure", [{"name": "a", "chaos": "no_such"}], "chaos plan must be the path of a TOML file or one of blog_15s,"),
+    ("failure", [{"name": "a", "trace": "gone.csv"}], "trace must be a readable CSV file, got gone.csv"),
+    ("maintenance", [{"every": "7 d", "nodes": 2}], "maintenance[0].lasts must be set, got nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "line"), MISTAKES, ids=[f"{place}-{value}"[:40] for place, value, _ in MISTAKES]
+)
+def test_a_mistake_is_one_line(place: str, value: Any, line: str) -> None:
+    values = copy.deepcopy(tables())
+    table: Any = values
+    *path, key = place.replace("[0]", ".0").split(".")
+    for part in path:
+        table = table[int(part) if part.isdigit() else part]
+    table.pop(key, None)
+    if value is not None:
+        table[key] = value
+    with pytest.raises(ConfigError) as refused:
+        [make_candidates(case) for case in read_scenarios(values, Path())]
+    assert str(refused.value).startswith(line)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_is_named_in_its_mistakes(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("days = 3\n")
+    with pytest.raises(ConfigError, match=r"cluster\.toml: cluster must be set, got nothing; write \[cluster\]"):
+        load_scenarios(path)
+
+
+def test_a_rate_is_of_the_nodes() -> None:
+    failure = {"name": "node", "per_1000_node_days": 6.5, "spacing": "memoryless"}
+    from titan_ft.forecast.failures import mtbf_of
+
+    read = scenario(failure=[failure])
+    assert mtbf_of(read.failures[0], read) == pytest.approx(1000 * DAY / 6.5 / 12288)

@@ -1,0 +1,319 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The simulation: exact where there is a formula, adds up, is monotone and deterministic, counts as the report does."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.forecast.scenarios import MEMORYLESS, candidate, restart
+from tests.history.histories import commit, say
+from titan_ft.forecast.candidate import Candidate, best_interval, daly, estimate, pressure
+from titan_ft.forecast.scenario import DAY
+from titan_ft.forecast.simulation import simulate
+from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.timing.goodput import goodput
+
+
+@pytest.mark.parametrize(
+    ("mtbf", "save", "recover", "exact"),
+    [(1080.0, 30.0, 600.0, 0.4489), (6500.0, 60.0, 300.0, 0.8310), (32400.0, 120.0, 900.0, 0.8913)],
+)
+def test_restarts_are_as_daly_has_them(mtbf: float, save: float, recover: float, exact: float) -> None:
+    """By closed form exactly, by simulation within four standard errors."""
+    assert daly(mtbf, best_interval(mtbf, save), save, recover) == pytest.approx(exact, abs=5e-5)
+    job = restart(mtbf, save, recover)
+    assert estimate(job) == pytest.approx(exact, abs=5e-5)
+    values = [simulate(job, seed, 400 * mtbf).effective for seed in range(12)]
+    assert abs(fmean(values) - exact) < 4 * stdev(values) / math.sqrt(len(values))
+
+
+def test_the_best_interval_is_the_best() -> None:
+    for mtbf, save, recover in ((1080.0, 30.0, 600.0), (32400.0, 120.0, 900.0)):
+        best = best_interval(mtbf, save)
+        shares = [daly(mtbf, best * factor, save, recover) for factor in (0.8, 0.95, 1.0, 1.05, 1.25)]
+        # Equation 37 is a series of two terms: its interval is within a few per cent of the best one.
+        assert shares[2] > shares[0]
+        assert shares[2] > shares[4]
+        assert shares[2] == pytest.approx(max(shares), rel=5e-4)
+
+
+GRID = [
+    (mtbf, groups, stall, away)
+    for mtbf in (600.0, 3600.0)
+    for groups in (6, 48)
+    for stall in (2.0, 60.0)
+    for away in (60.0, 900.0)
+]
+
+
+@pytest.mark.parametrize(("mtbf", "groups", "stall", "away"), GRID)
+def test_closed_forms_hold_inside_their_envelope(mtbf: float, groups: int, stall: float, away: float) -> None:
+    """Within 1 % where the pressure is below 0.25; steps are short, for the forms know none."""
+    job = candidate(
+        failure=[{**MEMORYLESS, "mtbf": mtbf}],
+        job={"step": 2.0, "groups": groups},
+        groups={"stall": stall, "away": away, "rejoin": 0.5},
+    )
+    assert pressure(job) < 0.4
+    simulated = fmean(simulate(job, seed, 300 * mtbf).effective for seed in range(4))
+    assert estimate(job) == pytest.approx(simulated, rel=0.01 if pressure(job) < 0.25 else 0.03)
+
+
+@pytest.mark.parametrize("groups", [4, 32])
+def test_the_form_of_rounds(groups: int) -> None:
+    job = candidate(
+        job={"step": 20.0, "groups": groups}, rounds={"steps": 30}, failure=[{**MEMORYLESS, "mtbf": 3600.0}]
+    )
+    rounds = Candidate(**{**vars(job), "strategy": "rounds", "step": 600.0})
+    simulated = fmean(simulate(rounds, seed, 200 * 3600.0).effective for seed in range(4))
+    assert estimate(rounds) == pytest.approx(simulated, rel=0.005)
+
+
+def test_nothing_fails_and_nothing_is_lost() -> None:
+    job = candidate(failure=[{**MEMORYLESS, "mtbf": 1e12}])
+    account = simulate(job, 0, 43_200 * 20.0)
+    assert account.steps == 43_200 - 1, "the last one ends with the run"
+    assert account.effective == pytest.approx(1.0, abs=1e-4)
+    assert estimate(job) == pytest.approx(1.0, abs=1e-6)
+
+
+lengths = st.floats(0.0, 200.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.sampled_from([1, 2, 3, 8]),
+    least=st.integers(1, 3),
+    step=st.floats(0.5, 60.0),
+    stall=lengths,
+    away=lengths,
+    rejoin=lengths,
+    drag=st.floats(0.0, 5.0),
+    loses=st.booleans(),
+    clock=st.sampled_from(["wall", "training"]),
+    spares=st.sampled_from([None, 0, 1, 5]),
+    strategy=st.sampled_from(["groups", "rounds"]),
+    seed=st.integers(0, 1000),
+)
+def test_every_second_of_every_group_is_accounted_for(
+    groups: int,
+    least: int,
+    step: float,
+    stall: float,
+    away: float,
+    rejoin: float,
+    drag: float,
+    loses: bool,
+    clock: str,
+    spares: int | None,
+    strategy: str,
+    seed: int,
+) -> None:
+    """Whatever fails: nodes, racks, the job, stragglers, wrong numbers, maintenance. The simulation asserts it."""
+    job = candidate(
+        clock=clock,
+        cluster={
+            "gpus": 24 * 8,
+            "gpus_per_node": 8,
+            "domain": [{"name": "rack", "nodes": 4}],
+            **({} if spares is None else {"spare_nodes": spares}),
+        },
+        job={"step": step, "groups": groups, "min_replica_size": min(least, groups)},
+        failure=[
+            {
+                "name": "node",
+                "mtbf": 900,
+                "spacing": "memoryless",
+                "breaks": 0.5,
+                "repair": {"median": 600, "p99": 9000},
+            },
+            {
+                "name": "rack",
+                "domain": "rack",
+                "mtbf": 5000,
+                "spacing": "weibull",
+                "shape": 0.8,
+                "breaks": 1.0,
+                "repair": 300,
+            },
+            {"name": "job", "scope": "job", "mtbf": 9000, "spacing": "uniform"},
+            {
+                "name": "slow",
+                "effect": "slow",
+                "factor": 2.0,
+                "found_after": 100,
+                "mtbf": 7000,
+                "spacing": "memoryless",
+            },
+            {"name": "sdc", "effect": "corrupt", "found_after": 300, "mtbf": 7000, "spacing": "memoryless"},
+        ],
+        maintenance=[{"every": "1 h", "nodes": 5, "lasts": "10 min"}],
+        groups={"stall": stall, "away": away, "rejoin": rejoin, "drag": drag, "loses": loses},
+        rounds={"steps": 10, "exchange": 3.0} if strategy == "rounds" else None,
+        checkpoint={"save": 5.0, "interval": 200.0},
+    )
+    if strategy == "rounds":
+        job = Candidate(**{**vars(job), "strategy": "rounds", "step": 10 * step, "exchange": 3.0})
+    account = simulate(job, seed, 20_000.0)
+    assert math.fsum(account.shares().values()) == pytest.approx(1.0, abs=1e-9)
+    assert min(account.parts.values()) >= 0
+    assert 0 <= account.effective <= 1
+    assert account.votes >= account.steps or account.restarts
+
+
+def effective(**changes: Any) -> float:
+    return fmean(simulate(candidate(days=20.0, **changes), seed).effective for seed in range(4))
+
+
+def test_more_of_what_helps_never_harms() -> None:
+    """Rarer failures, more spares, shorter stalls: with common random numbers each is as good or better."""
+    rarer = [effective(failure=[{**MEMORYLESS, "mtbf": mtbf}]) for mtbf in (540.0, 1080.0, 2160.0, 4320.0)]
+    assert rarer == sorted(rarer)
+    shorter = [effective(groups={"stall": stall, "away": 600.0}) for stall in (180.0, 60.0, 20.0, 2.0)]
+    assert shorter == sorted(shorter)
+    failure = {**MEMORYLESS, "breaks": 0.4, "repair": "10 h"}
+    spares = [
+        effective(failure=[failure], cluster={"gpus": 98304, "gpus_per_node": 8, "spare_nodes": number})
+        for number in (0, 8, 16, 40)
+    ]
+    assert spares == sorted(spares)
+    assert spares[-1] > 2 * spares[0]
+
+
+def test_steps_at_once_are_steps_one_by_one() -> None:
+    job = candidate(checkpoint={"save": 7.0, "interval": 300.0}, groups={"stall": 9.0, "away": 300.0, "rejoin": 2.0})
+    once, single = simulate(job, 5, DAY), simulate(job, 5, DAY, lambda time, groups: None)
+    assert (once.steps, once.votes, once.failures) == (single.steps, single.votes, single.failures)
+    assert once.parts == pytest.approx(single.parts, rel=1e-6, abs=1e-3)
+
+
+def test_the_same_seed_is_the_same_run_in_every_process() -> None:
+    text = (
+        "from tests.forecast.scenarios import candidate\n"
+        "from titan_ft.forecast.simulation import simulate\n"
+        "print(simulate(candidate(), 7, 200_000.0))\n"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", text], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert printed == {f"{simulate(candidate(), 7, 200_000.0)}\n"}
+    assert simulate(candidate(), 8, 200_000.0) != simulate(candidate(), 7, 200_000.0)
+
+
+def test_the_clock_of_failures_is_a_field() -> None:
+    """The same numbers: 44 % with even spacing, 57 % without memory, 64 % if failures wait while the job recovers."""
+    cases = {
+        ("even", "wall"): 1 - 10 / 18,
+        ("memoryless", "wall"): math.exp(-10 / 18),
+        ("memoryless", "training"): 18 / 28,
+    }
+    for (spacing, clock), share in cases.items():
+        job = candidate(
+            clock=clock,
+            failure=[{"name": "any", "mtbf": "18 min", "spacing": spacing}],
+            groups=None,
+            job={"step": 20.0},
+            checkpoint={"save": 0.0, "interval": 1.0},
+            restart={"recover": "10 min"},
+        )
+        simulated = fmean(simulate(job, seed, 40 * DAY).effective for seed in range(3))
+        assert simulated == pytest.approx(share, abs=0.012), (spacing, clock)
+
+
+def test_a_run_as_events_has_the_same_effective_training_time() -> None:
+    """By the definition of the report, over the time from the first step to the last."""
+    job = candidate(
+        cluster={"gpus": 32, "gpus_per_node": 8},
+        job={"step": 1.0, "groups": 4},
+        failure=[{**MEMORYLESS, "mtbf": 40.0}],
+        groups={"stall": 3.0, "away": 15.5, "rejoin": 0.75},
+    )
+    steps: list[tuple[float, frozenset[int]]] = []
+    account = simulate(job, 2, 2000.0, lambda time, groups: steps.append((time, groups)))
+    events = [say(0.0, "launch_started", replicas=4)]
+    for number, (time, groups) in enumerate(steps, 1):
+        events += [commit(time, number, group, participants=sorted(groups)) for group in groups]
+    events.append(say(2000.0, "launch_finished", code=0))
+    figures = goodput(RunRecord(events))
+    assert account.effective < 0.9
+    assert figures.effective_training_time == pytest.approx(account.effective, abs=1e-6)
+
+
+def test_a_failure_costs_its_stall_and_its_group() -> None:
+    """Two failures, at 123 and 246 s, by hand: steps of 10 s, a stall of 4 s each, a group away for 25 s each."""
+    job = candidate(
+        cluster={"gpus": 4, "gpus_per_node": 1},
+        job={"step": 10.0, "groups": 4},
+        failure=[{"name": "any", "mtbf": 123.0, "spacing": "even"}],
+        groups={"stall": 4.0, "away": 25.0},
+    )
+    account = simulate(job, 0, 300.0)
+    # 12 steps, 3 of which the first has the stall, 8 steps to the second failure, 3 steps again, one at the end.
+    assert (account.steps, account.contributions) == (29, 29 * 4 - 6)
+    assert account.votes == 29 + 2 + 1, "one more for each failure, and the step that the end cuts"
+    assert account.parts["stall"] == pytest.approx(2 * 3 * 4)
+    # A group that is ready waits for the next step: it joins at 154 and at 278 s.
+    assert account.parts["away"] == pytest.approx((154 - 123) + (278 - 246))
+    assert account.parts["lost"] == pytest.approx((123 - 120) + (246 - 244) + 4 * (300 - 298))
+
+
+def test_nobody_left_goes_back_to_the_checkpoint() -> None:
+    """All fail at 10,000 s, a moment before the save there: back to 9,000 s, and 100 s later 24 steps to the end."""
+    job = candidate(
+        failure=[{"name": "software", "scope": "job", "mtbf": 10_000.0, "spacing": "even"}],
+        checkpoint={"save": 0.0, "interval": 1000.0},
+        groups={"stall": 4.0, "away": 100.0},
+    )
+    account = simulate(job, 0, 10_600.0)
+    assert (account.restarts, account.steps) == (1, 450 + 24)
+    assert account.parts["away"] == pytest.approx(12 * 100)
+    assert account.parts["lost"] == pytest.approx(12 * (1000 + 20))
+
+
+def test_a_chaos_plan_keeps_its_limits() -> None:
+    """One group may be down at once, and a fault that has waited for too long is skipped, as by the chaos runner."""
+    job = candidate(
+        cluster={"gpus": 4, "gpus_per_node": 1},
+        job={"step": 1.0, "groups": 4},
+        failure=[{"name": "kill", "chaos": "every_60s"}],
+        groups={"stall": 0.5, "away": 100.0},
+    )
+    account = simulate(job, 0, 600.0)
+    # Due at 60 s and each 60 s; the one at 120 s waits until a group is back at 161 s, the one at 180 s is skipped.
+    assert account.failures + account.skipped == 9
+    assert account.skipped > 2
+    often = simulate(
+        candidate(failure=[{"name": "kill", "chaos": "blog_60s"}], groups={"stall": 0, "away": 100}), 0, 600.0
+    )
+    assert (often.failures, often.skipped) == (9, 0)
+
+
+def test_saves_are_as_often_as_all_groups_are_lost() -> None:
+    """Each 10 days: by Daly's interval, two hours; not at all as often as single groups are lost."""
+    software = {"name": "software", "scope": "job", "mtbf": "10 d", "spacing": "memoryless"}
+    job = candidate(failure=[MEMORYLESS, software], checkpoint={"save": 30.0})
+    assert job.save_every * job.step == pytest.approx(best_interval(10 * DAY, 30.0), abs=10.0)
+    assert candidate(checkpoint={"save": 30.0}).save_every * 20.0 == pytest.approx(7 * DAY)
+
+
+def test_wrong_numbers_send_a_job_alone_back_before_them() -> None:
+    failure = {"name": "sdc", "effect": "corrupt", "found_after": 950.0, "mtbf": 5000.0, "spacing": "even"}
+    common = {"groups": None, "job": {"step": 1.0}, "restart": {"recover": 100.0}, "days": 0.1}
+    job = candidate(failure=[failure], checkpoint={"save": 0.0, "interval": 300.0}, **common)
+    account = simulate(job, 0, 7000.0)
+    assert account.restarts == 1
+    # Found at 5,950 s; the checkpoint before 5,000 s is that of 4,800 s.
+    assert account.parts["lost"] == pytest.approx(5950 - 4800 + (7000 - 6050) % 300, abs=1.0)

@@ -1,0 +1,59 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Make scenarios out of a run: what a campaign will show before it runs, and what the run would do otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from titan_ft.config import ConfigError
+from titan_ft.forecast.measured import Measured
+from titan_ft.forecast.scenario import DAY, Scenario, read_scenarios
+
+TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""How much rarer failures are than in the run, in `scenarios_like`."""
+
+
+def scenario_of_campaign(measured: Measured, plan: Path, seed: int | None, seconds: float, least: int) -> Scenario:
+    """Return the scenario of a campaign on the groups of a run: the plan's own schedule, each group a node.
+
+    Args:
+        seed: of the plan; its own when None.
+        least: `min_replica_size` of the job.
+    """
+    failure: dict[str, Any] = {"name": plan.name, "chaos": str(plan)}
+    if seed is not None:
+        failure["seed"] = seed
+    (scenario,) = read_scenarios(_tables(measured, [failure], seconds, least), Path())
+    return scenario
+
+
+def scenarios_like(measured: Measured, least: int) -> list[Scenario]:
+    """Return cases of a run whose failures are rarer and more frequent, and for whose groups there are few nodes.
+
+    Raises:
+        ConfigError: the run had no failure, or none from which a group came back.
+    """
+    if measured.mtbf is None or measured.away is None:
+        raise ConfigError(
+            "--like must be a run with a failure from which a group came back, got none; break one by chaos"
+        )
+    fit = measured.fit
+    failure: dict[str, Any] = {"name": "as in the run", "mtbf": [measured.mtbf * times for times in TIMES]}
+    if fit is not None and not fit.low <= 1 <= fit.high:
+        failure |= {"spacing": "weibull", "shape": fit.shape}
+    else:
+        failure["spacing"] = "memoryless"
+    return read_scenarios(_tables(measured, [failure], DAY, least), Path())
+
+
+def _tables(measured: Measured, failures: list[dict[str, Any]], seconds: float, least: int) -> dict[str, Any]:
+    return {
+        "clock": "wall",
+        "days": seconds / DAY,
+        "cluster": {"gpus": measured.groups, "gpus_per_node": 1},
+        "job": {"step": measured.step, "groups": measured.groups, "min_replica_size": least},
+        "failure": failures,
+        "groups": {},
+    }

@@ -1,0 +1,390 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read a scenario from TOML: the cluster, its failures, the job, and the strategies to compare. A list is swept."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from titan_ft.chaos.plan import Plan
+from titan_ft.chaos.plan_file import load_plan
+from titan_ft.config import ConfigError, load_toml
+from titan_ft.faults.schema import Count, Number, PositiveNumber, Whole, check_keys, convert
+from titan_ft.forecast.lengths import Constant, Length, LogNormal
+from titan_ft.forecast.logs import LoggedFailure, read_log
+
+DAY = 86400.0
+MAX_CASES = 2000
+_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": DAY}
+_LENGTH = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+_A_LENGTH = 'a length of time, such as 20 (seconds) or "18 min"'
+
+Seconds = Annotated[float, Meta(ge=0, title=_A_LENGTH, description="units: ms, s, min, h, d")]
+SomeSeconds = Annotated[float, Meta(gt=0, title=f"{_A_LENGTH}, > 0", description="units: ms, s, min, h, d")]
+Share = Annotated[float, Meta(ge=0, le=1, title="a share from 0 to 1")]
+Factor = Annotated[float, Meta(ge=1, title="a factor >= 1")]
+T = TypeVar("T", bound=Struct)
+Strategy = Literal["restart", "groups", "rounds"]
+
+
+class Spread(Struct, frozen=True, forbid_unknown_fields=True):
+    """A length that depends on the GPUs of a group, or one that is spread log-normally."""
+
+    base: Seconds = 0.0
+    per_gpu: Seconds = 0.0
+    median: SomeSeconds | None = None
+    p99: SomeSeconds | None = None
+
+
+_AMOUNT = Meta(
+    title=f"{_A_LENGTH}, a table of base and per_gpu, or one of median and p99 (>= median)",
+    description='for example {median = "6 h", p99 = "2 d"}',
+)
+Amount = Annotated[Seconds | Spread, _AMOUNT]
+
+
+def to_length(name: str, amount: float | Spread, gpus: int) -> Length:
+    """Return the length that an amount is for a group of so many GPUs."""
+    if not isinstance(amount, Spread):
+        return Constant(amount)
+    if (amount.median is None) != (amount.p99 is None) or (amount.p99 or 0.0) < (amount.median or 0.0):
+        raise ConfigError(f"{name} must be {_AMOUNT.title}, got {amount}; {_AMOUNT.description}")
+    if amount.median is not None and amount.p99 is not None:
+        return LogNormal(amount.median, amount.p99)
+    return Constant(amount.base + amount.per_gpu * gpus)
+
+
+class Domain(Struct, frozen=True):
+    """Nodes that fail together, such as those of a rack."""
+
+    name: str
+    nodes: Count
+
+
+class Cluster(Struct, frozen=True):
+    gpus: Annotated[Count, Meta(description="give the GPUs that train; spares are beside them")]
+    gpus_per_node: Count
+    price_per_gpu_hour: Number = 0.0
+    spare_nodes: Annotated[Whole, Meta(description="leave it out if there is always a node to take")] | None = None
+    gpu_memory_gb: PositiveNumber | None = None
+    domain: list[Any] = []
+
+    @property
+    def nodes(self) -> int:
+        return self.gpus // self.gpus_per_node
+
+
+_RATES = ("per_1000_node_days", "mtbf", "mtbf_of_each", "trace", "log", "chaos")
+Spacing = Literal["memoryless", "even", "uniform", "weibull"]
+
+
+class Kind(Struct, frozen=True, kw_only=True):
+    """One kind of failure: how often, how spaced, what it hits, what it does."""
+
+    name: str
+    per_1000_node_days: PositiveNumber | None = None
+    mtbf: SomeSeconds | None = None
+    """Of the whole cluster."""
+    mtbf_of_each: SomeSeconds | None = None
+    """Of one node, or of one domain."""
+    trace: str | None = None
+    """A CSV file with the columns of a chaos trace; its targets are groups."""
+    log: str | None = None
+    """A CSV file in LANL's format; its nodes are the cluster's."""
+    system: Whole | None = None
+    """Of the log; all systems when left out."""
+    chaos: str | None = None
+    """A chaos plan: its schedule, its choice of groups, its limits."""
+    seed: Whole | None = None
+    """Of the chaos plan; its own when left out."""
+    spacing: Annotated[Spacing, Meta(title=f"one of {', '.join(get_args(Spacing))}", description="set it")] | None = (
+        None
+    )
+    """Of a rate. "even" puts the failures of the whole cluster at equal gaps, "uniform" at gaps from 0 to twice the
+    mean; "weibull" gives each node its own life if the rate is that of a node, else the gaps of the whole cluster."""
+    shape: PositiveNumber | None = None
+    age: Seconds = 0.0
+    """So long the nodes have run at the start; with shape < 1 young ones fail more."""
+    first_node: Whole = 0
+    """Nodes below it are never hit."""
+    domain: str | None = None
+    scope: Literal["node", "domain", "job"] = "node"
+    effect: Literal["stop", "slow", "corrupt"] = "stop"
+    """"slow": a straggler until it is found. "corrupt": wrong numbers until they are found, then a heal, or with
+    restarts a roll-back to a checkpoint before them."""
+    factor: Factor = 1.0
+    found_after: Seconds = 0.0
+    breaks: Share = 0.0
+    """The part that takes the node away until it is mended."""
+    repair: Amount = 0.0
+
+    def __post_init__(self) -> None:
+        given = [name for name in _RATES if getattr(self, name) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "nothing"
+            raise ConfigError(f"mtbf must be alone of {', '.join(_RATES)}, got {got}; give one of them")
+        is_rate = given[0] in _RATES[:3]
+        if is_rate and self.spacing is None:
+            remedy = "44 % with even spacing are 57 % without memory"
+            raise ConfigError(f"spacing must be one of {', '.join(get_args(Spacing))}, got nothing; set it: {remedy}")
+        if not is_rate and self.spacing is not None:
+            raise ConfigError(f"spacing must be left out with {given[0]}, got {self.spacing!r}; remove it")
+        if (self.shape is None) != (self.spacing != "weibull"):
+            raise ConfigError(f'shape must come with spacing = "weibull", got {self.shape}; give both or neither')
+        if self.domain is not None:
+            msgspec.structs.force_setattr(self, "scope", "domain")
+        elif self.scope == "domain":
+            raise ConfigError('domain must be set with scope = "domain", got nothing; name one of cluster.domain')
+        if self.effect == "slow" and self.factor == 1.0:
+            raise ConfigError('factor must be > 1 with effect = "slow", got 1; set it')
+
+
+class Maintenance(Struct, frozen=True):
+    """Nodes that are taken away in order, in turn: a drain, which stalls nobody."""
+
+    every: SomeSeconds
+    nodes: Count
+    lasts: SomeSeconds
+
+
+class Job(Struct, frozen=True):
+    step: Annotated[SomeSeconds, Meta(description="give what a step takes without failures")]
+    groups: Count = 1
+    min_replica_size: Count = 1
+    config: str | None = None
+    """A run's config, whose sizes bound the shape: memory of a GPU, the exchange."""
+    overlap: Share = 0.6
+    """The part of a step beside which the exchange is hidden: about the backward pass."""
+    link_gbps: PositiveNumber | None = None
+
+
+class Checkpoint(Struct, frozen=True):
+    save: Annotated[Seconds, Meta(description="give how long training stands still for a save")]
+    interval: Annotated[
+        SomeSeconds | Literal["best"],
+        Meta(title='a length of time, or "best"', description="it counts computing, between saves"),
+    ] = "best"
+
+
+class Restart(Struct, frozen=True):
+    """Everybody stops, and starts again from a checkpoint."""
+
+    recover: Annotated[Amount, Meta(description="give the time from a failure until training goes on")]
+
+
+class Groups(Struct, frozen=True):
+    """Groups that go on without each other. What is None comes from a run's record."""
+
+    stall: Amount | None = None
+    """By how much a failure makes the others' next step late."""
+    away: Amount | None = None
+    """From a failure, or from the moment that the nodes are there, until the group could join a step."""
+    rejoin: Amount | None = None
+    """By how much a group that comes back makes a step late."""
+    drag: Seconds | None = None
+    """By how much each group that is away makes every step longer."""
+    loses: bool = False
+    """True if the others lose the step under way, as with torchft's manager."""
+
+
+class Rounds(Struct, frozen=True):
+    """Groups that meet every so many steps; a failure within a round stalls nobody."""
+
+    steps: Count
+    exchange: Seconds = 0.0
+    value_of_a_token: Annotated[PositiveNumber, Meta(description="1 says: as good as one of synchronous training")] = (
+        1.0
+    )
+
+
+class Scenario(Struct, frozen=True):
+    """One case: every list of the file is one value here."""
+
+    cluster: Cluster
+    failures: tuple[Kind, ...]
+    maintenance: tuple[Maintenance, ...]
+    job: Job
+    clock: Literal["wall", "training"]
+    days: float
+    domains: Mapping[str, int]
+    plans: Mapping[str, Plan]
+    """The chaos plans of the failures, by the failure's name."""
+    listed: Mapping[str, tuple[LoggedFailure, ...]]
+    """The failures of traces and logs, by the failure's name."""
+    swept: Mapping[str, Any]
+    """The values of this case that the file gives as lists."""
+    checkpoint: Checkpoint | None = None
+    restart: Restart | None = None
+    groups: Groups | None = None
+    rounds: Rounds | None = None
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        tables: list[tuple[Strategy, object]] = [
+            ("restart", self.restart),
+            ("groups", self.groups),
+            ("rounds", self.rounds),
+        ]
+        return [name for name, table in tables if table is not None]
+
+
+class _File(Struct):
+    cluster: Annotated[Any, Meta(description="write [cluster]")]
+    job: Annotated[Any, Meta(description="write [job]")]
+    failure: Annotated[
+        list[Any], Meta(min_length=1, title="an array of tables", description="write [[failure]] above each")
+    ]
+    clock: Annotated[
+        Literal["wall", "training"],
+        Meta(
+            title='"wall" or "training"',
+            description='"training" if failures come only while the job trains: 44 % can be 64 %',
+        ),
+    ]
+    days: Annotated[PositiveNumber, Meta(description="30 is the default")] = 30.0
+    maintenance: Annotated[
+        list[Any], Meta(title="an array of tables", description="write [[maintenance]] above each")
+    ] = []
+    checkpoint: Any = None
+    restart: Any = None
+    groups: Any = None
+    rounds: Any = None
+
+
+def load_scenarios(path: Path) -> list[Scenario]:
+    """Read the cases of a scenario from a file, in the order of its lists.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it is wrong; one line.
+    """
+    try:
+        return read_scenarios(load_toml(path), path.parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_scenarios(values: Mapping[str, Any], folder: Path) -> list[Scenario]:
+    """Return the cases that tables describe; the files that they name are in `folder`."""
+    return [_read_case(case, folder, swept) for case, swept in _expand(values)]
+
+
+def _expand(values: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the tables once for each combination of the values in their lists, with these values by their names."""
+    lists = list(_find_lists(values, ()))
+    number = 1
+    for path, several in lists:
+        number *= len(several)
+        if not several:
+            raise ConfigError(f"{_name(path)} must hold at least one value, got []; give one, or leave it out")
+    if number > MAX_CASES:
+        raise ConfigError(f"the lists must make {MAX_CASES} cases at most, got {number}; shorten one")
+    for chosen in itertools.product(*(several for _, several in lists)):
+        case = copy.deepcopy(dict(values))
+        for (path, _), value in zip(lists, chosen, strict=True):
+            place: Any = case
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = value
+        yield _in_seconds(case), {_name(path): value for (path, _), value in zip(lists, chosen, strict=True)}
+
+
+def _find_lists(values: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
+    """Yield the places and the values of lists; a list of tables is an array of tables."""
+    items = values.items() if isinstance(values, Mapping) else enumerate(values)
+    for key, value in items:
+        if isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(each, Mapping) for each in value)):
+            yield from _find_lists(value, (*path, key))
+        elif isinstance(value, list):
+            yield (*path, key), value
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    text = ""
+    for key in path:
+        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)
+    return text
+
+
+def _in_seconds(value: Any) -> Any:
+    """Return tables in which each text such as "18 min" is a number of seconds."""
+    if isinstance(value, dict):
+        return {key: _in_seconds(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_in_seconds(each) for each in value]
+    found = _LENGTH.fullmatch(value) if isinstance(value, str) else None
+    return value if found is None else float(found[1]) * _UNITS[found[2]]
+
+
+def _read_case(values: dict[str, Any], folder: Path, swept: dict[str, Any]) -> Scenario:
+    file = convert(_File, values)
+    cluster = convert(Cluster, file.cluster, "cluster")
+    job = convert(Job, file.job, "job")
+    kinds = tuple(convert(Kind, table, f"failure[{index}]") for index, table in enumerate(file.failure))
+    domains = [convert(Domain, table, f"cluster.domain[{index}]") for index, table in enumerate(cluster.domain)]
+    stops = [convert(Maintenance, table, f"maintenance[{index}]") for index, table in enumerate(file.maintenance)]
+    plans, listed = {}, {}
+    for index, kind in enumerate(kinds):
+        if sum(each.name == kind.name for each in kinds) > 1:
+            raise ConfigError(f"failure[{index}].name must be unlike the others, got {kind.name!r}; change it")
+        if kind.domain is not None:
+            check_keys(f"failure[{index}].domain ", [kind.domain], [domain.name for domain in domains])
+        if kind.chaos is not None:
+            beside = folder / kind.chaos
+            plans[kind.name] = load_plan(beside if beside.exists() else Path(kind.chaos), kind.seed)
+        named = kind.trace or kind.log
+        if named is not None:
+            listed[kind.name] = tuple(read_log(folder / named, kind.system, is_lanl=kind.log is not None))
+    scenario = Scenario(
+        cluster=cluster,
+        failures=kinds,
+        maintenance=tuple(stops),
+        job=job,
+        clock=file.clock,
+        days=file.days,
+        domains={domain.name: domain.nodes for domain in domains},
+        plans=plans,
+        listed=listed,
+        swept=swept,
+        checkpoint=_convert_if_given(Checkpoint, file.checkpoint, "checkpoint"),
+        restart=_convert_if_given(Restart, file.restart, "restart"),
+        groups=_convert_if_given(Groups, file.groups, "groups"),
+        rounds=_convert_if_given(Rounds, file.rounds, "rounds"),
+    )
+    _check(scenario)
+    return scenario
+
+
+def _convert_if_given(kind: type[T], values: Any, name: str) -> T | None:
+    return None if values is None else convert(kind, values, name)
+
+
+def _check(scenario: Scenario) -> None:
+    """Check the rules that tie tables to each other."""
+    cluster, job = scenario.cluster, scenario.job
+    if cluster.gpus % cluster.gpus_per_node:
+        rule = f"must be a multiple of gpus_per_node ({cluster.gpus_per_node})"
+        raise ConfigError(f"cluster.gpus {rule}, got {cluster.gpus}; change either")
+    if cluster.nodes % job.groups:
+        rule = f"must divide the {cluster.nodes} nodes of the cluster"
+        raise ConfigError(f"job.groups {rule}, got {job.groups}; change it or cluster.gpus")
+    for index, kind in enumerate(scenario.failures):
+        if kind.first_node >= cluster.nodes:
+            rule = f"must be < the {cluster.nodes} nodes of the cluster"
+            raise ConfigError(f"failure[{index}].first_node {rule}, got {kind.first_node}; lower it")
+    if job.min_replica_size > job.groups:
+        rule = f"must be <= job.groups ({job.groups})"
+        raise ConfigError(f"job.min_replica_size {rule}, got {job.min_replica_size}; lower it")
+    if not scenario.strategies:
+        raise ConfigError("restart must be set, or groups or rounds, got none; write [restart], [groups] or [rounds]")
+    if scenario.rounds is not None and scenario.groups is None:
+        raise ConfigError("groups must be set with rounds, got nothing; write [groups]: stall and away are the same")
+    if scenario.restart is not None and scenario.checkpoint is None:
+        raise ConfigError("checkpoint must be set with restart, got nothing; write [checkpoint] with save")

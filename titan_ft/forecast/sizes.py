@@ -1,0 +1,85 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Bound a candidate by the sizes of the job: what a GPU must hold, what the exchange takes beyond what hides it.
+
+The sizes are those of `titan-ft launch --dry-run --json`, a process of its own, for it alone needs torch. They are kept
+in a file, by everything that they depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titan_ft import __version__
+from titan_ft.config import ConfigError, unwritable
+from titan_ft.data.assets import find_config
+from titan_ft.forecast.candidate import Candidate
+from titan_ft.system.whole_file import write_whole
+
+MEMORY_UNIT = 1e9
+
+
+class Sizes:
+    """Sizes of a job by its shape.
+
+    Args:
+        cache: the file in which they are kept.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+        self._known: dict[str, dict[str, Any]] = {}
+        if cache.is_file():
+            self._known = json.loads(cache.read_text())
+
+    def bound(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with the exchange that nothing hides.
+
+        Raises:
+            ConfigError: the model cannot be cut so, or its state does not fit into the memory of a GPU.
+        """
+        job, cluster = candidate.scenario.job, candidate.scenario.cluster
+        if job.config is None or candidate.strategy == "restart":
+            return candidate
+        sizes = self._of(job.config, candidate.groups, candidate.gpus, job.link_gbps)
+        if "refused" in sizes:
+            raise ConfigError(sizes["refused"])
+        if cluster.gpu_memory_gb is not None and sizes["gpu_bytes"] > cluster.gpu_memory_gb * MEMORY_UNIT:
+            rule = f"must hold {sizes['gpu_bytes'] / MEMORY_UNIT:.1f} GB and activations"
+            raise ConfigError(f"cluster.gpu_memory_gb {rule}, got {cluster.gpu_memory_gb:g}; take larger groups")
+        seconds = sizes["exchange"]["seconds"]
+        if candidate.strategy == "groups":
+            seconds = max(0.0, seconds - job.overlap * job.step)
+        return replace(candidate, exchange=max(candidate.exchange, seconds), bounded=True)
+
+    def _of(self, config: str, groups: int, ranks: int, link_gbps: float | None) -> dict[str, Any]:
+        path = find_config(Path(config))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else "none"
+        key = f"{__version__}/{digest}/{groups}x{ranks}/{link_gbps}"
+        if key not in self._known:
+            self._known[key] = _measure(path, groups, ranks, link_gbps)
+            try:
+                self._cache.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(self._cache, json.dumps(self._known, indent=1).encode())
+            except OSError as error:
+                raise unwritable("--out", self._cache.parent, error) from error
+        return self._known[key]
+
+
+def _measure(config: Path, groups: int, ranks: int, link_gbps: float | None) -> dict[str, Any]:
+    words = [sys.executable, "-m", "titan_ft", "launch", str(config), "--dry-run", "--json", "--run-dir", "not-made"]
+    words += ["--replicas", str(groups), "--ranks-per-replica", str(ranks)]
+    if link_gbps is not None:
+        words += ["--link-gbps", str(link_gbps)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        sizes: dict[str, Any] = json.loads(done.stdout)
+        return sizes
+    lines = done.stderr.strip().splitlines() or ["it said nothing"]
+    return {"refused": lines[-1].removeprefix("titan-ft: ")}

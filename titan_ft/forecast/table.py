@@ -1,0 +1,237 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Show forecasts on the terminal and as JSON: where the time went, in per cent that add up to 100."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from titan_ft.forecast.candidate import Candidate, broken_nodes, pressure, standbys
+from titan_ft.forecast.choice import Case, Forecast, sensitivity
+from titan_ft.forecast.measured import Measured
+from titan_ft.forecast.published import Comparison
+from titan_ft.forecast.simulation import PARTS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NAMES = {
+    "steps": "training",
+    "stall": "stalled",
+    "slower": "slower steps",
+    "exchange": "exchange",
+    "checkpoints": "checkpoints",
+    "lost": "lost work",
+    "waiting": "too few groups",
+    "away": "away",
+    "nodes": "no nodes",
+}
+NOTES = (
+    "Effective training time: usual time of committed steps x groups in them / all groups, of all time, as in "
+    "titan-ft report.",
+    "A spare is a node that stands ready: with titan-ft launch a group in reserve (--spares) on this host; under Slurm "
+    "a node that the partition keeps free for the requeued element; on Kubernetes one for the pod's replacement.",
+    "Another number of groups starts the data anew today: the data is cut for group_size.",
+)
+
+
+def percentages(shares: Mapping[str, float], digits: int = 1) -> dict[str, float]:
+    """Return shares in per cent, rounded so that they add up to 100 exactly: the largest remainders are rounded up."""
+    scale = 10**digits
+    exact = {name: 100 * scale * share for name, share in shares.items()}
+    whole = {name: math.floor(value) for name, value in exact.items()}
+    missing = round(sum(exact.values())) - sum(whole.values())
+    for name in sorted(exact, key=lambda each: whole[each] - exact[each])[:missing]:
+        whole[name] += 1
+    assert sum(whole.values()) == 100 * scale, "the time does not add up"
+    return {name: value / scale for name, value in whole.items()}
+
+
+def case_table(case: Case) -> Table:
+    """Return the table of a case: a row for each candidate, the best first."""
+    from rich.table import Table
+
+    shown = [each for each in case.forecasts if each.accounts]
+    parts = [name for name in PARTS if any(percentages(each.shares())[name] for each in shown)]
+    has_price = any(each.candidate.scenario.cluster.price_per_gpu_hour for each in shown)
+    title = ", ".join(f"{name} = {value}" for name, value in case.circumstances.items())
+    table = Table(title=title or None, title_justify="left")
+    table.add_column("candidate")
+    columns = ["spares", "effective", "one run", *(NAMES[name] for name in parts), "GPU-hours lost"]
+    for column in [*columns, *(["money lost"] if has_price else []), "useful / paid"]:
+        table.add_column(column, justify="right")
+    table.add_column("notes")
+    for each in case.forecasts:
+        table.add_row(*_cells(each, parts, has_price=has_price))
+    return table
+
+
+def _cells(forecast: Forecast, parts: Sequence[str], *, has_price: bool) -> list[str]:
+    candidate = forecast.candidate
+    cells = [candidate.describe(), "any" if candidate.spares is None else f"{candidate.spares}"]
+    if forecast.accounts:
+        low, high = forecast.spread()
+        shares = percentages(forecast.shares())
+        cells += [
+            f"{100 * forecast.effective:.2f} ±{100 * forecast.half_interval:.2f} %",
+            f"{100 * low:.1f} to {100 * high:.1f} %",
+            *(f"{shares[name]:.1f}" for name in parts),
+        ]
+    else:
+        cells += [f"{100 * forecast.estimate:.1f} %", "", *("" for _ in parts)]
+    cells.append(f"{forecast.lost_gpu_hours:,.0f}")
+    if has_price:
+        cells.append(f"{money_lost(forecast):,.0f}")
+    return [*cells, f"{100 * forecast.worth:.2f} %", "; ".join(notes_of(forecast))]
+
+
+def money_lost(forecast: Forecast) -> float:
+    """Return the money of a month for GPU-hours that are paid for and not used, spares included."""
+    return forecast.lost_gpu_hours * forecast.candidate.scenario.cluster.price_per_gpu_hour
+
+
+def notes_of(forecast: Forecast) -> list[str]:
+    """Return what a reader must know before he believes a row."""
+    candidate = forecast.candidate
+    notes = []
+    if not forecast.accounts:
+        notes.append("closed forms only")
+        if forecast.is_outside:
+            notes.append(f"pressure {pressure(candidate):.2f}: they may be off by more than 1 %")
+    if candidate.beyond:
+        notes.append(f"BEYOND THE RECORD: {candidate.beyond:.1f} times the pressure that was measured")
+    if candidate.strategy == "rounds":
+        notes.append(f"a token counts {candidate.value:g}, your own judgement")
+    if candidate.strategy != "restart" and not candidate.save_every and any(a.restarts for a in forecast.accounts):
+        notes.append("no checkpoints: all was lost when no group was left")
+    return notes
+
+
+def case_notes(case: Case) -> list[str]:
+    """Return what holds for a whole case: what was left out, what bounds the shape, how many spares are enough."""
+    notes = [f"Left out: {text}." for text in case.excluded]
+    candidates = [each.candidate for each in case.forecasts]
+    if any(not each.bounded for each in candidates if each.strategy != "restart"):
+        notes.append("The shape is not bounded by memory and exchange: give job.config.")
+    expected = max((broken_nodes(each) for each in candidates), default=0.0)
+    if expected:
+        notes.append(f"99 % of the time {standbys(expected)} nodes at most are being mended.")
+    return notes
+
+
+def observation_rows(measured: Measured) -> list[tuple[str, str, str]]:
+    """Return the inputs of a record: name, value, what it rests on."""
+    rows = []
+    for each in measured.observations():
+        cut = f", {each.censored} cut off" if each.censored else ""
+        rows.append((each.name, each.value, f"{each.number} observations{cut}"))
+    return rows
+
+
+def observation_table(measured: Measured) -> Table:
+    from titan_ft.history.terminal import grid
+
+    return grid([("input of the record", "", ""), *observation_rows(measured)])
+
+
+def campaign_table(forecast: Forecast, minutes: float) -> Table:
+    """Return what a campaign will show: the mean, and the 5th to 95th percentile of one run."""
+    from titan_ft.history.terminal import grid
+
+    accounts = forecast.accounts
+    rows = [(f"in {minutes:g} minutes", "mean", "90 % of runs")]
+    for name, value_of in (
+        ("steps", lambda run: run.steps),
+        ("exchanges attempted", lambda run: run.votes),
+        ("groups x steps", lambda run: run.contributions),
+        ("faults that hit", lambda run: run.failures),
+        ("faults skipped", lambda run: run.skipped),
+        ("effective training time (%)", lambda run: 100 * run.effective),
+    ):
+        low, high = forecast.spread(value_of)
+        rows.append((name, f"{fmean(value_of(run) for run in accounts):,.1f}", f"{low:,.1f} to {high:,.1f}"))
+    rows += [(note, "", "") for note in notes_of(forecast)]
+    return grid(rows)
+
+
+def validation_table(rows: Iterable[Comparison]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for column in ("case", "figure", "kind", "grade"):
+        table.add_column(column)
+    for column in ("published", "ours", "error"):
+        table.add_column(column, justify="right")
+    table.add_column("holds")
+    table.add_column("fitted, or why it is open")
+    verdicts = {True: "yes", False: "NO", None: "open"}
+    for row in rows:
+        numbers = ["" if value is None else f"{value:,.4g}" for value in (row.published, row.ours)]
+        error = "" if row.error is None else f"{100 * row.error:+.2f} %"
+        reason = row.case.why if row.kind == "open" else row.case.fitted
+        table.add_row(row.case.id, row.figure, row.kind, row.case.grade, *numbers, error, verdicts[row.holds], reason)
+    return table
+
+
+# JSON
+
+
+def forecast_figures(forecast: Forecast) -> dict[str, Any]:
+    candidate = forecast.candidate
+    figures = {
+        "strategy": candidate.strategy,
+        **candidate_figures(candidate),
+        "effective": forecast.effective,
+        "half_interval": forecast.half_interval,
+        "closed_forms": forecast.estimate,
+        "useful_of_paid": forecast.worth,
+        "gpu_hours_lost_a_month": forecast.lost_gpu_hours,
+        "money_lost_a_month": money_lost(forecast),
+        "notes": notes_of(forecast),
+    }
+    if not forecast.accounts:
+        return figures
+    counts = {
+        name: {
+            "mean": fmean(getattr(run, name) for run in forecast.accounts),
+            "range": forecast.spread(attrgetter(name)),
+        }
+        for name in ("steps", "votes", "contributions", "failures", "skipped", "restarts")
+    }
+    return figures | {
+        "range": forecast.spread(),
+        "time_percent": percentages(forecast.shares()),
+        "counts": counts,
+    }
+
+
+def candidate_figures(candidate: Candidate) -> dict[str, Any]:
+    costs = candidate.costs
+    return {
+        "groups": candidate.groups,
+        "gpus_per_group": candidate.gpus,
+        "spare_nodes": candidate.spares,
+        "step_seconds": candidate.step,
+        "stall_seconds": costs.stall.mean,
+        "away_seconds": costs.away.mean,
+        "rejoin_seconds": costs.rejoin.mean,
+        "exchange_seconds": candidate.exchange,
+        "pressure": pressure(candidate),
+    }
+
+
+def case_figures(case: Case) -> dict[str, Any]:
+    return {
+        "circumstances": dict(case.circumstances),
+        "advice": case.advice,
+        "notes": case_notes(case),
+        "candidates": [forecast_figures(each) for each in case.forecasts],
+        "sensitivity": [
+            {"input": name, "half": half, "as_it_is": usual, "twice": twice}
+            for name, half, usual, twice in (sensitivity(case.forecasts[0].candidate) if case.forecasts else [])
+        ],
+    }
