@@ -66,7 +66,8 @@ class GradientExchange:
             runs. With CPU offload `finish` launches them, after backward.
         microbatches: of a pipeline's schedule, where autograd's hook runs behind each: a gradient
             is final with the last of so many calls. 1 where FSDP makes the calls, once behind all
-            of them. 0 = there is no pipeline.
+            of them. 0 = there is no pipeline. None = the calls are not known: the first backward
+            counts those of each parameter, and its gradients leave when it has ended.
         gradient_scale: factor from local gradients to gradients of the reported loss. It is 1
             unless backward starts from another loss, as a pipeline's does.
         fragments: of each parameter, the fragment that it belongs to; empty = all to fragment 0.
@@ -87,7 +88,7 @@ class GradientExchange:
         bucket_bytes: int,
         where: torch.device,
         overlap: bool,
-        microbatches: int = 0,
+        microbatches: int | None = 0,
         gradient_scale: float = 1.0,
         fragments: Sequence[int] = (),
         quantize: bool = False,
@@ -113,6 +114,7 @@ class GradientExchange:
         self.room = Room(self._buckets, where)
         self._sums = Sums(self._buckets, [None] * len(self._buckets), self.room)  # of the last exchange that worked
         self._armed = False
+        self._calls: dict[tuple[Bucket, int], int] | None = None  # of each part's hook in a backward; None = not known
         self._flight: Flight | None = None
         self._wire_bytes = 0
         # With CPU offload no gradient is taken before the end of backward. FSDP2 copies each
@@ -125,7 +127,8 @@ class GradientExchange:
                 for index, part in enumerate(bucket.parts):
                     if isinstance(part, Gradient):
                         take = self._hook(bucket, index)
-                        take = self._on_last_call(bucket, index, microbatches, take) if microbatches else take
+                        if microbatches != 0:
+                            take = self._on_last_call(bucket, index, microbatches, take)
                         part.parameter.register_post_accumulate_grad_hook(take)
 
     def give(self, weights: Mapping[int, float]) -> None:
@@ -187,6 +190,10 @@ class GradientExchange:
         """
         flight = self._flight
         assert flight is not None, "no exchange is under way"
+        if self._armed and self._calls is None:
+            self._calls = {
+                (bucket, index): number for bucket in self._buckets for index, number in bucket.calls.items()
+            }
         self._armed = False
         unsafe = False  # an operation that was broken off may still touch the buckets
         try:
@@ -315,20 +322,29 @@ class GradientExchange:
         return take_gradient
 
     def _on_last_call(
-        self, bucket: Bucket, index: int, number: int, take_gradient: Callable[[torch.Tensor], None]
+        self, bucket: Bucket, index: int, number: int | None, take_gradient: Callable[[torch.Tensor], None]
     ) -> Callable[[torch.Tensor], None]:
         """Return a hook that takes the gradient with the last of so many calls; with fewer, `finish` takes it.
 
         A schedule that computes the gradients of weights by themselves (zero bubble) calls no hook
-        for those.
+        for those. torchtitan 0.3's loss goes backward through the output layer by itself, so that a
+        weight which is the embedding too has its hook called twice.
+
+        Args:
+            number: None = as many as the first backward has made. A part without a call in it has
+                no last call.
         """
 
         def count_call(parameter: torch.Tensor) -> None:
-            if self._armed:
-                bucket.calls[index] += 1
-                assert bucket.calls[index] <= number, "a gradient was sent before it was final: a step of other bytes"
-                if bucket.calls[index] == number:
-                    take_gradient(parameter)
+            if not self._armed:
+                return
+            bucket.calls[index] += 1
+            last = number if number is not None else (self._calls or {}).get((bucket, index), 0)
+            if not last:
+                return
+            assert bucket.calls[index] <= last, "a gradient was sent before it was final: a step of other bytes"
+            if bucket.calls[index] == last:
+                take_gradient(parameter)
 
         return count_call
 

@@ -95,7 +95,7 @@ class Rank:
         fragments: Sequence[int] = (),
         quantize: bool = False,
         dtype: torch.dtype = torch.float32,
-        microbatches: int = 0,
+        microbatches: int | None = 0,
     ) -> None:
         self.model = Model(seed)
         self.count = torch.zeros(2)
@@ -294,6 +294,48 @@ def test_a_gradient_that_changes_behind_its_last_microbatch_ends_the_run() -> No
     rank = Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=1)
     rank.exchange.arm(NEWEST)
     rank.backward(seed=1)
+    with pytest.raises(AssertionError, match="before it was final"):
+        rank.backward(seed=2)
+    rank.seat.quorum.set_exception(RuntimeError("no quorum"))
+    with pytest.raises(RuntimeError, match="no quorum"):
+        rank.finish()
+
+
+def test_the_first_backward_counts_the_calls_of_each_hook(ring: Ring) -> None:
+    """A weight that is used twice has its hook called twice, by a loss that goes backward in two parts.
+
+    What is there after the first call is half of a gradient.
+    """
+    ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=None) for _ in range(2)]
+
+    def step(number: int, first: int) -> tuple[list[torch.Tensor | None], list[int]]:
+        rank, missing = ranks[number], []
+        rank.model.zero_grad()
+        rank.exchange.arm(NEWEST)
+        for part in range(2):
+            rank.backward(seed=first + part)
+            missing.append(sum(len(bucket.missing) for bucket in rank.exchange._buckets))
+        before = rank.gradients()
+        rank.finish()
+        rank.sums.write(1.0)
+        return before, missing
+
+    for first in (10, 20):
+        ring.meet(*ranks)
+        (one, missing), (other, _) = ring.together(
+            lambda: step(0, first),  # noqa: B023  # ended here
+            lambda: step(1, first + 5),  # noqa: B023
+        )
+        unused = sum(gradient is None for gradient in one)
+        assert missing == ([len(one)] * 2 if first == 10 else [len(one), unused])
+        for rank in ranks:
+            check_gradients(rank, sums(one, other))
+
+    rank = ranks[0]
+    rank.seat.quorum = Future()
+    rank.exchange.arm(NEWEST)
+    for part in range(2):
+        rank.backward(seed=part)
     with pytest.raises(AssertionError, match="before it was final"):
         rank.backward(seed=2)
     rank.seat.quorum.set_exception(RuntimeError("no quorum"))
