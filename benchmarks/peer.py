@@ -41,11 +41,12 @@ def main() -> None:
     from torchtitan.config import ConfigManager
 
     from titan_ft.data.datasets import register_datasets
-    from titan_ft.training import flavors, spec
+    from titan_ft.host.titan import register_flavors
+    from titan_ft.training import spec
 
     register_datasets()
     job_config = ConfigManager().parse_args(sys.argv[1:])
-    flavors.register_flavors(job_config.model.name)
+    register_flavors(job_config.model.name)
     # `enable=False` wraps nothing but the CPU seam: torchtitan's own FT config has what the peer itself needs.
     spec.register(job_config.model.name, SimpleNamespace(enable=False))  # type: ignore[arg-type]
     events = _announce(Path(job_config.job.dump_folder), job_config.fault_tolerance.replica_id)

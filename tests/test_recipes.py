@@ -74,7 +74,7 @@ def test_a_recipe_resolves_and_builds_the_published_model(recipe: Recipe) -> Non
     config = resolve(recipe)
     check_ranks(config, recipe.ranks)
     assert config.fault_tolerance.enable
-    from titan_ft.training.sizes import build_model
+    from titan_ft.host.titan import build_model
 
     model, _ = build_model(config)
     assert sum(parameter.numel() for parameter in model.parameters()) - recipe.not_tied == recipe.parameters

@@ -147,7 +147,7 @@ def preload(args: Sequence[str]) -> None:
     with _gpus_left_alone():
         with contextlib.suppress(ConfigError):  # found again, and reported, by the workers
             job_config = prepare_config(*args)
-            from titan_ft.host.titan_0_2 import get_train_spec
+            from titan_ft.host.titan import get_train_spec
 
             with contextlib.suppress(ValueError, ImportError):  # of a model that the user registers, perhaps
                 get_train_spec(job_config.model.name)
@@ -176,7 +176,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
     _check_environment(args, environ)
     job_config = read_config(*args)
     from titan_ft import device
-    from titan_ft.host import titan_0_2 as titan
+    from titan_ft.host import titan
     from titan_ft.training import spec
 
     trainer_class: type[titan.Trainer] = titan.Trainer

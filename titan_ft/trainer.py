@@ -25,18 +25,7 @@ from titan_ft.engine.round_strategy import RoundStrategy
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.strategy import StepStrategy
 from titan_ft.engine.watchdog import Watchdog
-from titan_ft.host.titan_0_2 import (
-    JobConfig,
-    ModelConvertersContainer,
-    ParallelDims,
-    Trainer,
-    build_model_converters,
-    logger,
-    set_pg_timeouts,
-    silence_pipeline_loss_warning,
-    use_checkpoints,
-    use_model_converters,
-)
+from titan_ft.host.titan import HostTrainer, JobConfig, ParallelDims, logger, read_batches, set_pg_timeouts
 from titan_ft.membership.group import Group
 from titan_ft.protocol.decision import LastToLeave
 from titan_ft.protocol.errors import HungError, JobFinished, Leaving
@@ -56,7 +45,6 @@ from titan_ft.training.finished import finished_step, mark_finished
 from titan_ft.training.hyperparameters import Hyperparameters
 from titan_ft.training.links import Links, connect_control
 from titan_ft.training.local_training import LocalTraining, loss_group
-from titan_ft.training.slot_loaders import iterate
 from titan_ft.training.step_log import StepLog
 from titan_ft.training.validation import share_loss, validate_together, validate_updates
 from titan_ft.training.worker import Launch, begin_events
@@ -65,7 +53,7 @@ if TYPE_CHECKING:
     from titan_ft.chaos.inside.agent import ChaosAgent
 
 
-class ReplicaTrainer(Trainer):
+class ReplicaTrainer(HostTrainer):
     """One rank of a replica group.
 
     Raises:
@@ -76,7 +64,6 @@ class ReplicaTrainer(Trainer):
     step: int
     ntokens_seen: int
     _links: Links
-    _converters: ModelConvertersContainer
     _strategy: StepStrategy
     _saving: int | None = None  # step of the checkpoint that this group saves before it leaves
 
@@ -90,23 +77,20 @@ class ReplicaTrainer(Trainer):
             logger.info(f"debug.seed is not set: using {job_config.debug.seed}, the same in all groups of this config")
         if job_config.training.global_batch_size > 0:  # counts all groups; torchtitan's Trainer sees only this one
             job_config.training.global_batch_size //= config.group_size
-        use_checkpoints(ReplicaCheckpoints)
-        silence_pipeline_loss_warning()  # all ranks know the loss, see `loss_group`
-        use_model_converters(self._build_model_converters)
         keep_curves(job_config, self.launch.rank)
         keep_traces(job_config, self.launch.attempt)
         keep_going_without_config_file(job_config)
         self._position = Position()  # before the drain, which may end this rank at any time
-        super().__init__(job_config)
+        super().__init__(job_config, ReplicaCheckpoints)
         self._hyperparameters = Hyperparameters(self.optimizers, self.lr_schedulers)
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
         self._group = Group(self.device, loss_group(self.parallel_dims))
         self._loaders = loaders
-        self._feed = Feed(self._ledger, loaders.open, partial(iterate, self), self._events.emit)
+        self._feed = Feed(self._ledger, loaders.open, partial(read_batches, self), self._events.emit)
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
         # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
         self._watchdog = Watchdog(config.hang_timeout_seconds, self._tell_hang)
-        self._local = LocalTraining(self, self._converters, feed=self._feed, group=self._group, watchdog=self._watchdog)
+        self._local = LocalTraining(self, feed=self._feed, group=self._group, watchdog=self._watchdog)
         with self._watchdog.paused():
             self._strategy = self._build_strategy()
         if job_config.validation.enable:
@@ -177,10 +161,6 @@ class ReplicaTrainer(Trainer):
             mark_finished(mark, self.launch.config_digest, self._position.step)
         except OSError as error:
             logger.warning(f"{mark} cannot be written ({error}): a group that comes back would begin the job anew")
-
-    def _build_model_converters(self, *args: Any) -> ModelConvertersContainer:
-        self._converters = build_model_converters(*args)
-        return self._converters
 
     def _build_strategy(self) -> StepStrategy:
         config, model = self.job_config.fault_tolerance, self.job_config.model

@@ -24,6 +24,8 @@ from harness.runs import COLOUR, FLOAT32_ULP, SECONDS, Runs, column
 from harness.trajectory import check, check_finished, check_killed, check_one_trajectory, named
 from safetensors.torch import load_file
 
+from titan_ft.host.release import series
+
 VALIDATION = (
     "--validation.enable",
     "--validation.freq=5",
@@ -32,7 +34,8 @@ VALIDATION = (
     "--validation.seq_len=64",
 )
 # Something that is made of the weights after each step must be made again after each load of others; see harness.hooks.
-SCALES = ("--model.converters=scales",)
+# 0.3 converts no built model.
+SCALES = ("--model.converters=scales",) if series() == "0.2" else ()
 VALIDATED = re.compile(r"validate step: *(\d+) .*?loss: *([\d.]+)")
 
 
@@ -43,6 +46,7 @@ class Case:
     Attributes:
         flags: of torchtitan, for the groups and for stock alike.
         ranks: of a group.
+        stages: of a pipeline.
         replicate, shard: degrees of the stock run on all ranks of both groups that this is compared with.
         rounding: how far the losses may be from stock's, relative, and gradient norms ten times as far; 0 compares all
             bytes.
@@ -53,6 +57,7 @@ class Case:
 
     flags: tuple[str, ...] = ()
     ranks: int = 2
+    stages: int = 1
     replicate: int = 2
     shard: int = 2
     rounding: float = 0.0
@@ -67,25 +72,34 @@ def parallel(**degrees: Any) -> tuple[str, ...]:
 
 def pipeline(schedule: str) -> tuple[str, ...]:
     """Return the flags of two stages, or of four, two a rank, with a microbatch for each."""
-    return (*parallel(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule), "--training.local_batch_size=4")
+    return (
+        *parallel(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule),
+        *(f"--{table}.local_batch_size=4" for table in ("training", "validation")),
+    )
 
 
 TENSOR = parallel(tensor_parallel_degree=2)
-CONTEXT = parallel(context_parallel_degree=2)
+# 0.3 deals out a mask of blocks of 128 tokens.
+LONG = () if series() == "0.2" else ("--training.seq_len=256",)
+CONTEXT = (*parallel(context_parallel_degree=2), *LONG)
 SHARD = parallel(data_parallel_shard_degree=2)
+# Stock 0.2's pipelines go backward from the sum of the losses: their arithmetic is compared in test_arithmetic.
+COUNTED = 2 if series() == "0.2" else 1  # 0.3 counts what is dealt out to each rank
+DIVIDES = series() != "0.2"
 CASES = {
     "fsdp": Case(quick=frozenset({"resume"})),
     "tp": Case(TENSOR, replicate=1, rounding=1e-5, quick=frozenset({"heal"})),
-    "cp": Case(CONTEXT, shard=1, counted=2, quick=frozenset({"parity"})),
-    "cp_unbalanced": Case((*CONTEXT, "--parallelism.context_parallel_load_balancer=None"), shard=1, counted=2),
+    "cp": Case(CONTEXT, shard=1, counted=COUNTED, quick=frozenset({"parity"})),
+    "cp_unbalanced": Case((*CONTEXT, "--parallelism.context_parallel_load_balancer=None"), shard=1, counted=COUNTED),
     "fsdp_tp": Case((*TENSOR, *SHARD), ranks=4),
-    # Stock's pipelines go backward from the sum of the losses: their arithmetic is compared in test_arithmetic.
-    "pp": Case(pipeline("1F1B"), compared=False),
-    "pp_interleaved": Case(pipeline("Interleaved1F1B"), compared=False),
-    "pp_zbv": Case(pipeline("ZBVZeroBubble"), compared=False),
-    "pp_fsdp": Case((*pipeline("1F1B"), *SHARD), ranks=4, compared=False),
-    "pp_interleaved_fsdp": Case((*pipeline("Interleaved1F1B"), *SHARD), ranks=4, compared=False),
-    "pp_tp": Case((*pipeline("1F1B"), *TENSOR), ranks=4, compared=False),
+    "pp": Case(pipeline("1F1B"), stages=2, shard=1, rounding=1e-5, compared=DIVIDES),
+    "pp_interleaved": Case(pipeline("Interleaved1F1B"), stages=2, shard=1, rounding=1e-5, compared=DIVIDES),
+    "pp_zbv": Case(pipeline("ZBVZeroBubble"), stages=2, shard=1, rounding=1e-5, compared=DIVIDES),
+    "pp_fsdp": Case((*pipeline("1F1B"), *SHARD), ranks=4, stages=2, rounding=1e-5, compared=DIVIDES),
+    "pp_interleaved_fsdp": Case(
+        (*pipeline("Interleaved1F1B"), *SHARD), ranks=4, stages=2, rounding=1e-5, compared=DIVIDES
+    ),
+    "pp_tp": Case((*pipeline("1F1B"), *TENSOR), ranks=4, stages=2, shard=1, rounding=1e-5, compared=DIVIDES),
     "replicate": Case((*SHARD, *parallel(data_parallel_replicate_degree=2)), ranks=4, replicate=4, rounding=1e-4),
     "ac_full": Case(("--activation_checkpoint.mode=full",)),
     "ac_selective": Case(("--activation_checkpoint.mode=selective",)),
@@ -96,6 +110,10 @@ CASES = {
     "for_loop": Case(("--optimizer.implementation=for-loop",)),
     "compile": Case(("--compile.enable", "--compile.backend=aot_eager")),  # all of it but the minutes of g++
 }
+if series() != "0.2":
+    # Its chunked loss goes backward through that weight by itself: autograd's hook for it runs twice. In a bucket of
+    # its own the first half of the gradient would leave. Stock sums both halves over all ranks, and then adds them.
+    CASES["tied"] = Case(("--model.flavor=tiny_tied", "--fault_tolerance.bucket_size_mb=0.1"), rounding=1e-5)
 
 
 def rows(test: str) -> list[Any]:
@@ -110,18 +128,23 @@ def rows(test: str) -> list[Any]:
 @pytest.mark.parametrize("case", rows("parity"))
 def test_parity(runs: Runs, case: Case) -> None:
     """Two groups train what stock torchtitan trains on the same seed and data, validation in between."""
-    flags = [*case.flags, *VALIDATION]
+    flags = [*VALIDATION, *case.flags]
     groups = runs.groups(2, case.ranks, flags, dump=case.rounding > 0)
     assert runs.job is not None
     check_validated(runs.job)
     begin = {"begin": str(runs.parameters("begin"))} if case.rounding else {}
     stock = runs.stock(2 * case.ranks, case.replicate, case.shard, flags, **begin)
+    inner = case.ranks // case.stages
     for replica in range(2):
         for rank in range(case.ranks):
-            ours, theirs = groups[f"{replica}-{rank}"], stock[case.ranks * replica + rank]
+            stage, place = divmod(rank, inner)
+            ours, theirs = groups[f"{replica}-{rank}"], stock[(2 * stage + replica) * inner + place]
             for record in theirs:
                 if "tokens" in record:
                     record["tokens"] //= case.counted
+            if theirs[0]["loss"] < 0:  # stock knows the loss in the last stage only
+                for record in (*ours, *theirs):
+                    record.update(dict.fromkeys({"loss", "max_loss"} & set(record), 1.0))
             compare(ours, theirs, case.rounding)
 
 

@@ -23,10 +23,10 @@ from torchtitan.train import Trainer  # noqa: E402
 
 from titan_ft.engine.feed import Reading  # noqa: E402
 from titan_ft.engine.work import Work  # noqa: E402
+from titan_ft.host.titan import read_batches  # noqa: E402
 from titan_ft.protocol.ledger import Entry  # noqa: E402
 from titan_ft.protocol.report import NOTHING, Contribution  # noqa: E402
 from titan_ft.training.local_training import LocalTraining, count_nominal_tokens  # noqa: E402
-from titan_ft.training.slot_loaders import iterate  # noqa: E402
 
 LABELS = torch.tensor([[1, 2, IGNORE_INDEX], [3, 4, 5]])
 
@@ -128,7 +128,8 @@ def test_the_exchange_is_armed_before_the_last_backward(monkeypatch: pytest.Monk
         assert (count, behind) == (2, 0)
         return readings[slot]
 
-    def backward(inputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    def backward(batches: Any) -> torch.Tensor:
+        assert len(batches) == 1
         order.append("backward")
         return torch.tensor(0.5)
 
@@ -165,7 +166,7 @@ def test_tokens_count_when_they_are_trained() -> None:
     counts = SimpleNamespace(ntokens_since_last_log=7, data_loading_times=[])
     this: Any = SimpleNamespace(ntokens_seen=70, metrics_processor=counts)
     this.batch_generator = lambda loader: Trainer.batch_generator(this, loader)
-    read = iterate(this, [({}, LABELS)] * 2)
+    read = read_batches(this, [({}, LABELS)] * 2)
     assert [labels is LABELS for _, labels in itertools.islice(read, 2)] == [True, True]
     assert (this.ntokens_seen, counts.ntokens_since_last_log) == (70, 7)
     with pytest.raises(DataloaderExhaustedError):
@@ -242,7 +243,7 @@ def test_a_warm_up_is_taken_back(text: bool) -> None:
     )
     vars(this).update(
         _warm_up_shape=lambda: (1, 8),
-        _forward_backward=lambda inputs, labels: done.append(f"step {[*inputs['input'].shape]}, {torch.rand(1) < 2}"),
+        _forward_backward=lambda made: done.append(f"step {[*made[0][1].shape]}, {torch.rand(1) < 2}"),
         clip_gradients=lambda: None,
     )
     state: Any = SimpleNamespace(copy=lambda *_: "before", load=lambda state: done.append(f"load {state}"))

@@ -38,7 +38,7 @@ def register_datasets() -> None:
     ``.txt.gz``), which is cut the same way.
     """
     # Imported here: importing this module does no work, and torchtitan's import takes seconds.
-    from titan_ft.host.titan_0_2 import DATASETS, DatasetConfig
+    from titan_ft.host.titan import DATASETS, DatasetConfig
 
     loaders = {STREAMED: _stream, SHUFFLED: _shuffle}
     for name, path in KNOWN.items():

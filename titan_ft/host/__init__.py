@@ -1,3 +1,3 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Patches of the libraries that titan_ft runs on."""
+"""All that knows torchtitan, one module a release, and the patches of the libraries that titan_ft runs on."""

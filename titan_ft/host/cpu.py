@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torch and torchtitan on a machine without an accelerator.
 
-torchtitan 0.2.2 assumes an accelerator. `prepare` makes it run, unmodified, on a machine that has
+torchtitan assumes an accelerator. `prepare` makes it run, unmodified, on a machine that has
 none. `prepare` comes before the first import of a torchtitan module, because
 `torchtitan.tools.utils` reads the device at import.
 """
@@ -87,7 +87,7 @@ def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
     """
     if not device.on_cpu():
         return
-    from titan_ft.host.titan_0_2 import ScaledDotProductAttentionWrapper
+    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
     modules = [module for module in model.modules() if isinstance(module, ScaledDotProductAttentionWrapper)]
     if not modules:
@@ -128,7 +128,7 @@ def _attend_gathered(
 
 def _replace_expert_kernels() -> None:
     """Route tokens to experts without CUDA."""
-    from titan_ft.host.titan_0_2 import expert_kernels
+    from torchtitan.models.moe import kernels as expert_kernels
 
     expert_kernels.fill_indices_wrapper = expert_kernels.fill_indices_cpu  # a Triton kernel otherwise
     if not hasattr(torch.histc, "counts_integers"):

@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The torchtitan that Python finds here: whether it is one that this package can train with.
+"""The torchtitan that Python finds here: which release it is, and whether this package can train with it.
 
-`python -m` looks in the working folder first. In a checkout of torchtitan that is the checkout,
-whose later versions have no TOML and no `JobConfig`: workers ended with ImportErrors, and were
-started again for half a minute.
+`python -m` looks in the working folder first. In a checkout of torchtitan that is the checkout. A
+checkout of another version made workers end with ImportErrors, and be started again for half a
+minute.
 """
 
 from __future__ import annotations
@@ -17,16 +17,35 @@ from pathlib import Path
 
 from titan_ft.config import ConfigError
 
-RELEASE = "0.2.2"
-"""The release of torchtitan that this package is made for."""
-_INSTALL = f"pip install torchtitan=={RELEASE}"
+RELEASES = ("0.2.2", "0.3.0")
+"""The releases of torchtitan that this package is made for. The last one is `titan_0_3`'s."""
+_INSTALL = f"pip install torchtitan=={RELEASES[0]}"
 _OFFERED = {
-    "torchtitan.config": ("ConfigManager", "JobConfig", "TORCH_DTYPE_MAP"),
-    "torchtitan.protocols.train_spec": ("TrainSpec", "get_train_spec", "register_train_spec"),
-    "torchtitan.models": ("_supported_models",),
-    "torchtitan.experiments": ("_supported_experiments",),
+    "0.2": {
+        "torchtitan.config": ("ConfigManager", "JobConfig", "TORCH_DTYPE_MAP"),
+        "torchtitan.protocols.train_spec": ("TrainSpec", "get_train_spec", "register_train_spec"),
+        "torchtitan.models": ("_supported_models",),
+        "torchtitan.experiments": ("_supported_experiments",),
+    },
+    "0.3": {
+        "torchtitan.config": ("ConfigManager", "TORCH_DTYPE_MAP", "TrainingConfig"),
+        "torchtitan.components.checkpoint": ("CheckpointManager",),
+        "torchtitan.components.dataloader": ("ParallelAwareDataloader",),
+        "torchtitan.protocols.model_spec": ("ModelSpec",),
+        "torchtitan.trainer": ("Trainer",),
+    },
 }
 """Modules, with the names in them, by which a checkout is judged: not by its version, which later commits share."""
+
+
+def series() -> str:
+    """Return which kind of torchtitan is installed, "0.2" or "0.3", without an import of it; "0.2" if there is none.
+
+    0.3 has its Trainer in a module of its own.
+    """
+    found = importlib.util.find_spec("torchtitan")
+    folders = found.submodule_search_locations if found is not None else None
+    return "0.3" if any(Path(folder, "trainer.py").exists() for folder in folders or ()) else "0.2"
 
 
 def check_torchtitan() -> None:
@@ -36,7 +55,7 @@ def check_torchtitan() -> None:
         ConfigError: there is none, or one that does not offer what is needed.
     """
     with expect_torchtitan():
-        for name, attributes in _OFFERED.items():
+        for name, attributes in _OFFERED[series()].items():
             module = importlib.import_module(name)
             for attribute in attributes:
                 getattr(module, attribute)
@@ -65,4 +84,4 @@ def _explain(error: Exception) -> ConfigError:
     remedy = _INSTALL
     if folder.absolute().is_relative_to(Path.cwd()) and "site-packages" not in folder.parts:
         remedy = "start from another folder: Python looks in the working folder first"
-    return ConfigError(f"torchtitan must be release {RELEASE}, got that in {folder} ({why}); {remedy}")
+    return ConfigError(f"torchtitan must be release {' or '.join(RELEASES)}, got that in {folder} ({why}); {remedy}")

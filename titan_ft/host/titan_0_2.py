@@ -1,23 +1,22 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchtitan 0.2.2, as the rest of the package sees it. No other module imports torchtitan.
+"""torchtitan 0.2.2, as the rest of the package sees it; `titan_ft.host.titan` chooses this module.
 
-`titan_ft.host.cpu.prepare` comes first: torchtitan reads the device when it is imported. The import takes two
-seconds, so modules that also run without torchtitan import this one inside their functions.
-
-The first part re-exports classes and functions as they are. The second part holds the seams: each
-function there replaces something inside torchtitan, and its docstring gives the file, the reason, and
-the test that fails once torchtitan no longer needs it.
+The first part re-exports classes and functions as they are. The second part holds what the other release does in
+another way. The third part holds the seams: each function there replaces something inside torchtitan, and its
+docstring gives the file, the reason, and the test that fails once torchtitan no longer needs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torchtitan
 import torchtitan.components.metrics as _metrics
 import torchtitan.train as _train
@@ -36,10 +35,8 @@ from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset, build_text_dataloader
 from torchtitan.models import _supported_models
-from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
-from torchtitan.models.moe import kernels as expert_kernels
 from torchtitan.protocols import train_spec as _specs
 from torchtitan.protocols.model_converter import ModelConvertersContainer, build_model_converters
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
@@ -49,49 +46,113 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 from torchtitan.train import Trainer
 
+from titan_ft.host.cpu import adapt_attention
+
 if TYPE_CHECKING:
     from queue import Queue
 
 __all__ = [
+    "ADAM_BUILDERS",
     "DATALOADER",
     "DATASETS",
+    "DEGREES",
     "IGNORE_INDEX",
+    "LOADERS",
+    "LOSSES_GO_BACKWARD",
+    "PIPELINES_SUM_LOSSES",
+    "TOKEN_COUNTS",
     "TORCH_DTYPE_MAP",
+    "TRAINER_FILE",
     "TRAIN_STATE",
     "AsyncMode",
     "BaseLogger",
-    "CheckpointManager",
-    "ConfigManager",
     "DataloaderExhaustedError",
     "DatasetConfig",
+    "HostCheckpoints",
+    "HostTrainer",
     "HuggingFaceTextDataset",
     "JobConfig",
     "MetricsProcessor",
-    "ModelConvertersContainer",
-    "ParallelAwareDataloader",
     "ParallelDims",
-    "RoPEScalingArgs",
-    "ScaledDotProductAttentionWrapper",
     "StateDictAdapter",
     "TrainSpec",
     "Trainer",
-    "TransformerModelArgs",
     "Validator",
     "WandBLogger",
+    "adapt_attention",
+    "attends_by_flex",
+    "batches_per_call",
     "build_hf_tokenizer",
-    "build_model_converters",
+    "build_model",
+    "build_parts",
+    "build_schema",
     "build_text_dataloader",
     "clip_grad_norm_",
-    "expert_kernels",
+    "file_in_package",
+    "forward_backward",
     "get_train_spec",
-    "llama3_args",
     "logger",
-    "set_default_dtype",
+    "make_up_batches",
+    "model_names",
+    "packages_of_model",
+    "purge",
+    "read_batches",
+    "register_flavors",
+    "register_spec",
+    "run",
     "set_pg_timeouts",
+    "take_off_record",
+    "use_curve_loggers",
+    "use_validation_loader",
+    "validation_batch_size",
+    "wrap_profilers",
 ]
 
 ADAM_BUILDERS = (build_optimizers, build_optimizers_with_moe_load_balancing)
 """Builders of optimizers that know the names Adam and AdamW, and no other."""
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+"""The dimensions of `ParallelDims`."""
+LOADERS = (ParallelAwareDataloader,)
+"""torchtitan's data loaders, each of which only adds a format of its state to torchdata's."""
+LOSSES_GO_BACKWARD = False
+"""A loss only goes backward when the trainer says so."""
+PIPELINES_SUM_LOSSES = True
+"""A pipeline goes backward from the sum of the losses, and divides only the loss that it reports."""
+TOKEN_COUNTS = "tokens_per_expert"
+"""The buffer in which a mixture of experts counts."""
+TRAINER_FILE = "train.py"
+"""Where a model's package has a trainer of its own."""
+
+
+class HostTrainer(Trainer):
+    """torchtitan's Trainer, as a replica group uses it.
+
+    Args:
+        checkpoints: the class of the checkpoint manager, with the arguments of `HostCheckpoints`.
+    """
+
+    _converters: ModelConvertersContainer
+
+    def __init__(self, job_config: JobConfig, checkpoints: type[CheckpointManager]) -> None:
+        _use_checkpoints(checkpoints)
+        _silence_pipeline_loss_warning()
+        _use_model_converters(self._build_model_converters)
+        super().__init__(job_config)
+
+    def _build_model_converters(self, *args: Any) -> ModelConvertersContainer:
+        self._converters = build_model_converters(*args)
+        return self._converters
+
+    def refresh_converters(self) -> None:
+        """Let converters compute anew what they keep of the weights.
+
+        torchtitan calls this hook after each optimizer step: float8 computes the scales of all weights in it.
+        """
+        self._converters.post_optimizer_hook(self.model_parts)
+
+
+class HostCheckpoints(CheckpointManager):
+    """torchtitan's checkpoint manager, with the keywords `checkpoint_config` and `sd_adapter` in both releases."""
 
 
 def model_names() -> set[str]:
@@ -153,6 +214,121 @@ def _name_small_module(schema: type, module: str) -> None:
             _name_small_module(cast(type, table.type), module)
 
 
+# What the other release does in another way
+
+
+def read_batches(trainer: Trainer, loader: Iterable[Any]) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """Yield a loader's batches as torchtitan does, which counts their tokens as read; here they count once trained."""
+    for inputs, labels in trainer.batch_generator(loader):
+        trainer.ntokens_seen -= labels.numel()
+        trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
+        yield inputs, labels
+
+
+def batches_per_call(trainer: Trainer) -> int:
+    """Return how many of a loader's batches one `forward_backward` takes."""
+    return 1
+
+
+def forward_backward(
+    trainer: Trainer, batches: Sequence[tuple[dict[str, Any], torch.Tensor]], tokens: int
+) -> torch.Tensor:
+    """Return the loss of so many batches, which are on the device, over `tokens`; adds to the gradients.
+
+    Args:
+        batches: as many as `batches_per_call` says.
+    """
+    ((inputs, labels),) = batches
+    return trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+
+
+def make_up_batches(trainer: Trainer, tokens: torch.Tensor) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """Return batches for one `forward_backward` with these tokens, [sequence, token]."""
+    return [({"input": tokens}, tokens)]
+
+
+def attends_by_flex(trainer: Trainer) -> bool:
+    """True if the model's attention is compiled for each shape."""
+    return getattr(trainer.model_args, "attn_type", "sdpa") == "flex"
+
+
+def use_validation_loader(validator: Any, wrap: Callable[[Any], Any]) -> None:
+    """Let a validator read from `wrap(loader)`; a validator of the user's with data of its own stays as it is."""
+    loader = getattr(validator, "validation_dataloader", None)
+    if loader is not None:
+        validator.validation_dataloader = wrap(loader)
+
+
+def validation_batch_size(job_config: JobConfig) -> int:
+    """Return the sequences in a batch of a validation's loader."""
+    return int(job_config.validation.local_batch_size)
+
+
+def build_model(job_config: JobConfig) -> tuple[torch.nn.Module, Any]:
+    """Return the model of `job_config`, whole and on the meta device, and its arguments."""
+    spec = get_train_spec(job_config.model.name)
+    arguments = copy.deepcopy(spec.model_args[job_config.model.flavor])  # a run writes the sequence length into its own
+    arguments.update_from_config(job_config)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
+        return spec.model_cls(arguments), arguments
+
+
+def build_parts(job_config: JobConfig, num_ranks: int) -> tuple[ParallelDims, int, list[torch.nn.Module], Any]:
+    """Build the parts of the model that this rank of `num_ranks` would train, on the meta device.
+
+    Returns:
+        The group's dimensions, the number of the whole model's parameters, the parts, their optimizers.
+    """
+    job_config = copy.deepcopy(job_config)
+    job_config.activation_checkpoint.mode = "none"
+    job_config.compile.enable = job_config.parallelism.enable_async_tensor_parallel = False
+    job_config.optimizer.implementation = "for-loop"  # the others want memory; all hold the same state
+    job_config.model.converters = []
+    parallel, spec = job_config.parallelism, get_train_spec(job_config.model.name)
+    dims = ParallelDims(
+        dp_replicate=parallel.data_parallel_replicate_degree,
+        dp_shard=parallel.data_parallel_shard_degree,
+        cp=parallel.context_parallel_degree,
+        tp=parallel.tensor_parallel_degree,
+        pp=parallel.pipeline_parallel_degree,
+        ep=parallel.expert_parallel_degree,
+        etp=parallel.expert_tensor_parallel_degree,
+        world_size=num_ranks,
+    )
+    dims.build_mesh()
+    model, arguments = build_model(job_config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if dims.pp_enabled:
+        assert spec.pipelining_fn is not None, "`check_divisions` comes first"
+        _, parts, _, _ = spec.pipelining_fn(
+            model, dims, job_config, torch.device("meta"), arguments, spec.parallelize_fn, torch.nn.CrossEntropyLoss()
+        )
+    else:
+        parts = [spec.parallelize_fn(model, dims, job_config)]
+    return dims, num_parameters, parts, spec.build_optimizers_fn(parts, job_config.optimizer, dims)
+
+
+def register_flavors(model: str) -> None:
+    """Add the flavors that this release lacks for a model of torchtitan's; one that is there already stays."""
+    if model != "llama3":
+        return
+    # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json. torchtitan's class has an output layer where
+    # that model uses its embedding once more.
+    flavor = TransformerModelArgs(
+        dim=2048,
+        n_layers=16,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_dim_multiplier=1.5,  # 8192 wide
+        multiple_of=1024,
+        rope_theta=500000,
+        rope_scaling_args=RoPEScalingArgs(scaling_factor=32.0),
+    )
+    llama3_args.setdefault("1B", flavor)
+    # torchtitan's debug model halved: thirty groups of it train on two cores, with a step of a second.
+    llama3_args.setdefault("debugmodel_half", replace(llama3_args["debugmodel"], dim=128, n_layers=3, n_heads=8))
+
+
 # Seams: what this package replaces inside torchtitan
 
 
@@ -165,7 +341,7 @@ def register_spec(name: str, spec: TrainSpec) -> None:
     _specs._extra_train_specs[name] = spec
 
 
-def use_checkpoints(manager: type[CheckpointManager]) -> None:
+def _use_checkpoints(manager: type[CheckpointManager]) -> None:
     """Let torchtitan's Trainer build `manager`.
 
     train.py: `Trainer.__init__` names the class as a module global, and has no hook for another one. Test:
@@ -174,7 +350,7 @@ def use_checkpoints(manager: type[CheckpointManager]) -> None:
     _train.CheckpointManager = manager
 
 
-def use_model_converters(build: Callable[..., ModelConvertersContainer]) -> None:
+def _use_model_converters(build: Callable[..., ModelConvertersContainer]) -> None:
     """Let torchtitan's Trainer build its model converters by `build`.
 
     train.py: the container is a local variable of `Trainer.__init__`, and a heal must refresh it. Test:
@@ -183,7 +359,7 @@ def use_model_converters(build: Callable[..., ModelConvertersContainer]) -> None
     _train.build_model_converters = build
 
 
-def silence_pipeline_loss_warning() -> None:
+def _silence_pipeline_loss_warning() -> None:
     """Drop torchtitan's warning that most ranks of a pipeline do not know the loss: here all of them do.
 
     train.py: `ensure_pp_loss_visible`.

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_ft.host.titan_0_2 import BaseLogger, JobConfig, WandBLogger, logger, use_curve_loggers, wrap_profilers
+from titan_ft.host.titan import BaseLogger, JobConfig, WandBLogger, logger, use_curve_loggers, wrap_profilers
 from titan_ft.run.curve_file import CurveFile
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from titan_ft.host.titan_0_2 import logger
+from titan_ft.host.titan import logger
 
 _OPTIMIZER_FIELDS = ("betas", "eps", "weight_decay", "foreach", "fused")
 """Entries of a param group that follow from torchtitan's `[optimizer]` table, beside the LR. An

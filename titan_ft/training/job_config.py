@@ -20,7 +20,6 @@ from titan_ft.host.release import check_torchtitan, expect_torchtitan
 from titan_ft.training.checkpoint.folder import INDEX
 from titan_ft.training.custom_import import import_custom
 from titan_ft.training.divisions import check_model, num_experts
-from titan_ft.training.flavors import register_flavors
 from titan_ft.training.own_trainer import check_tables, check_trainer
 from titan_ft.usage import find_values, refusing
 
@@ -74,6 +73,8 @@ def _read_config(args: tuple[str, ...], toml: str | None, modified: int) -> Any:
     """Read the config whose TOML was last changed at this time (ns); its model and data are not looked at."""
     job_config = parse_config(args, toml)
     ft_config.validate(job_config)
+    from titan_ft.host.titan import register_flavors
+
     register_flavors(job_config.model.name)
     return job_config
 
@@ -109,7 +110,7 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
     check_torchtitan()
     with expect_torchtitan():
         from titan_ft.data.datasets import register_datasets
-        from titan_ft.host.titan_0_2 import build_schema
+        from titan_ft.host.titan import build_schema
         from titan_ft.training.validation import check_steps
 
     register_datasets()
@@ -182,7 +183,7 @@ def _check_model(job_config: Any) -> None:
     Raises:
         ConfigError: there is no such model, flavor, validator, dataset or tokenizer, or a bad table of files.
     """
-    from titan_ft.host import titan_0_2 as titan
+    from titan_ft.host import titan
 
     model = job_config.model
     _check_name("model.name", model.name, titan.model_names())

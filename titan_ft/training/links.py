@@ -21,7 +21,7 @@ from titan_ft.device import local_shard
 from titan_ft.engine.drain import Drain
 from titan_ft.engine.watchdog import end_process
 from titan_ft.gradients.exchange import GradientExchange
-from titan_ft.host.titan_0_2 import TORCH_DTYPE_MAP, ParallelDims
+from titan_ft.host.titan import DEGREES, LOSSES_GO_BACKWARD, TORCH_DTYPE_MAP, ParallelDims
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.group import Group
 from titan_ft.membership.membership import Membership
@@ -191,8 +191,7 @@ class Links:
             bucket_bytes=int(config.bucket_size_mb * 2**20),
             where=device.exchange_device(config.process_group),
             overlap=strategy_of(config).sums_gradients,
-            # FSDP keeps what a pipeline's microbatches add up to itself, and calls the hooks when it has reduced that.
-            microbatches=1 if num_microbatches and isinstance(model_parts[0], FSDPModule) else num_microbatches,
+            microbatches=_calls_of_hooks(model_parts, num_microbatches),
             gradient_scale=gradient_scale,
             fragments=fragments,
             quantize=quantizes(config),
@@ -250,15 +249,22 @@ def _make_certificate() -> Certificate:
         raise ConfigError(f"{rule}, got {first_line(error)}; install it, or set transfer_tls to false") from error
 
 
+def _calls_of_hooks(model_parts: Sequence[nn.Module], num_microbatches: int) -> int | None:
+    """Return `microbatches` of a `GradientExchange`."""
+    if LOSSES_GO_BACKWARD:
+        return None
+    # FSDP keeps what a pipeline's microbatches add up to itself, and calls the hooks when it has reduced that.
+    return 1 if num_microbatches and isinstance(model_parts[0], FSDPModule) else num_microbatches
+
+
 def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: Group) -> str:
     """Return the shape of this group, the same on all of its ranks. A collective of the group."""
-    degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
     installed = versions()
     # Every rank's part: stages of a pipeline have other parameters, and the last ranks of a shard fewer.
     layouts = group.gather(fold48(_layout(model_parts)))
     return describe_shape(
         torch.distributed.get_world_size(),
-        {name: getattr(dims, name) for name in degrees},
+        {name: getattr(dims, name) for name in DEGREES},
         {name: installed[name] for name in ("torch", "torchtitan", "titan_ft")},
         fold48(str(layouts)),
     )

@@ -30,7 +30,7 @@ from titan_ft.config import ConfigError
 from titan_ft.engine.feed import checksum
 from titan_ft.engine.loader_state import load_loader, name_loader, save_loader
 from titan_ft.host import streams
-from titan_ft.host.titan_0_2 import HuggingFaceTextDataset, ParallelAwareDataloader
+from titan_ft.host.titan import LOADERS, HuggingFaceTextDataset
 from titan_ft.run.events import LoaderChecked
 
 _BEFORE = 2
@@ -92,7 +92,7 @@ def is_transparent(loader: Any) -> bool:
 
     Functions of the user's that a pipeline applies to its examples are taken to depend on nothing else.
     """
-    if type(loader) not in (ParallelAwareDataloader, StatefulDataLoader):
+    if type(loader) not in (*LOADERS, StatefulDataLoader):
         return False
     dataset = loader.dataset
     if type(dataset) is not HuggingFaceTextDataset or loader.collate_fn is not default_collate:

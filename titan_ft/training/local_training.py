@@ -12,17 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ft.engine.feed import Feed, Reading
+from titan_ft.engine.feed import Batch, Feed, Reading
 from titan_ft.engine.watchdog import Watchdog
 from titan_ft.engine.work import Work
-from titan_ft.host.titan_0_2 import (
+from titan_ft.host.titan import (
     IGNORE_INDEX,
+    PIPELINES_SUM_LOSSES,
     DataloaderExhaustedError,
+    HostTrainer,
     HuggingFaceTextDataset,
-    ModelConvertersContainer,
     ParallelDims,
-    Trainer,
+    attends_by_flex,
+    batches_per_call,
     clip_grad_norm_,
+    forward_backward,
+    make_up_batches,
 )
 from titan_ft.membership.group import Group
 from titan_ft.protocol.report import NOTHING, Contribution
@@ -37,7 +41,6 @@ class LocalTraining:
 
     Args:
         trainer: with its model built.
-        converters: of the model; torchtitan keeps them in a closure.
         group: gathers over `loss_group`.
 
     Attributes:
@@ -48,14 +51,13 @@ class LocalTraining:
 
     def __init__(
         self,
-        trainer: Trainer,
-        converters: ModelConvertersContainer,
+        trainer: HostTrainer,
         *,
         feed: Feed,
         group: Group,
         watchdog: Watchdog,
     ) -> None:
-        self._trainer, self._converters = trainer, converters
+        self._trainer = trainer
         self._feed, self._group, self._watchdog = feed, group, watchdog
         self.nominal_tokens = count_nominal_tokens(trainer)
 
@@ -97,10 +99,11 @@ class LocalTraining:
     def gradient_scale(self) -> float:
         """Return the factor from local gradients to gradients of the reported loss; 1 without a pipeline.
 
-        torchtitan's pipelines go backward from the sum of the losses, and divide only the loss that they report: every
-        step would be a clipped one.
+        Pipelines of torchtitan 0.2 go backward from the sum of the losses, and divide only the loss that they report:
+        every step would be a clipped one.
         """
-        return 1 / self.nominal_tokens if self._trainer.parallel_dims.pp_enabled else 1.0
+        sums = PIPELINES_SUM_LOSSES and self._trainer.parallel_dims.pp_enabled
+        return 1 / self.nominal_tokens if sums else 1.0
 
     def compute(self, work: Work, slots: Sequence[int], arm: Callable[[], None]) -> Contribution:
         """Add the gradients of a step's share of each slot to the local ones.
@@ -112,7 +115,8 @@ class LocalTraining:
         if not slots:
             return NOTHING
         trainer, started = self._trainer, time.monotonic()
-        num_batches = trainer.gradient_accumulation_steps
+        per_call = batches_per_call(trainer)
+        num_batches = trainer.gradient_accumulation_steps * per_call
         readings = [self._feed.read(slot, num_batches, work.read(slot)) for slot in slots]
         loading = time.monotonic() - started
         work.inner_steps = 1  # only now: without data it is none
@@ -120,11 +124,11 @@ class LocalTraining:
         valid_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
         tokens = sum(labels.numel() for _, labels in microbatches)
         losses = []
-        for number, (inputs, labels) in enumerate(microbatches, start=1):
+        for first in range(0, len(microbatches), per_call):
             self._watchdog.beat()
-            if number == len(microbatches):
+            if first + per_call == len(microbatches):
                 arm()
-            losses.append(self._forward_backward(inputs, labels).detach())
+            losses.append(self._forward_backward(microbatches[first : first + per_call]).detach())
         work.readings += readings
         trainer.metrics_processor.ntokens_since_last_log += tokens
         # Before the host waits for the device, and while the exchange is under way.
@@ -161,10 +165,9 @@ class LocalTraining:
     def refresh_converters(self) -> None:
         """Let converters compute anew what they keep of the weights; else a forward would use that of other weights.
 
-        torchtitan calls this hook after each optimizer step: float8 computes the scales of all weights in it. All ranks
-        of a group.
+        All ranks of a group.
         """
-        self._converters.post_optimizer_hook(self._trainer.model_parts)
+        self._trainer.refresh_converters()
 
     def await_staging(self) -> None:
         """Wait until a save in the background has copied the weights."""
@@ -198,7 +201,7 @@ class LocalTraining:
         before = state.copy(0, 0)
         tokens = torch.zeros(self._warm_up_shape(), dtype=torch.long)
         with torch.random.fork_rng():
-            self._forward_backward({"input": tokens}, tokens)
+            self._forward_backward(make_up_batches(trainer, tokens))
             self.clip_gradients()
             trainer.optimizers.step()
         trainer.optimizers.zero_grad()
@@ -213,24 +216,22 @@ class LocalTraining:
         """
         trainer = self._trainer
         training, dims = trainer.job_config.training, trainer.parallel_dims
-        compiles = trainer.job_config.compile.enable or getattr(trainer.model_args, "attn_type", "sdpa") == "flex"
+        compiles = trainer.job_config.compile.enable or attends_by_flex(trainer)
         splits = dims.tp_enabled or dims.cp_enabled or dims.pp_enabled
         if trainer.device.type != "cpu" or compiles or splits:
             return training.local_batch_size, training.seq_len
         return 1, min(_WARM_UP_TOKENS, training.seq_len)
 
-    def _forward_backward(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        # Not blocking: the host would wait for all that is queued, such as the microbatch before this one.
+    def _forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
         where = self._trainer.device
-        inputs = {
-            key: value.to(where, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for key, value in inputs.items()
-        }
-        return self._trainer.forward_backward_step(
-            input_dict=inputs,
-            labels=labels.to(where, non_blocking=True),
-            global_valid_tokens=self.nominal_tokens,  # only ever a divisor
-        )
+
+        def move(value: Any) -> Any:
+            # Not blocking: the host would wait for all that is queued, such as the microbatch before this one.
+            return value.to(where, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+        moved = [({key: move(value) for key, value in inputs.items()}, move(labels)) for inputs, labels in batches]
+        # The nominal number of tokens is only ever a divisor.
+        return forward_backward(self._trainer, moved, self.nominal_tokens)
 
     def _gather_contribution(
         self,
@@ -259,7 +260,7 @@ class LocalTraining:
         )
 
 
-def count_nominal_tokens(trainer: Trainer) -> int:
+def count_nominal_tokens(trainer: HostTrainer) -> int:
     """Count the tokens of a step with all groups present and every label valid."""
     training = trainer.job_config.training
     degree = trainer.parallel_dims.dp_replicate * trainer.parallel_dims.dp_shard
@@ -279,7 +280,7 @@ def loss_group(dims: ParallelDims) -> torch.distributed.ProcessGroup | None:
     return None if mesh is None else mesh.get_group()
 
 
-def knows_loss(trainer: Trainer) -> bool:
+def knows_loss(trainer: HostTrainer) -> bool:
     """Say whether this rank's tokens and loss count in the sum over `loss_group`."""
     dims = trainer.parallel_dims
     if not dims.pp_enabled:

@@ -26,15 +26,15 @@ def check_trainer(name: str) -> None:
     Raises:
         ConfigError: torchtitan has a trainer for this model alone.
     """
-    from titan_ft.host.titan_0_2 import file_in_package, packages_of_model
+    from titan_ft.host.titan import TRAINER_FILE, file_in_package, packages_of_model
 
     for package in packages_of_model(name):
-        path = file_in_package(package, "train.py")
+        path = file_in_package(package, TRAINER_FILE)
         if path is not None and (trainer := _find_trainer(path)):
             raise ConfigError(
                 f"model.name must be a model that torchtitan's own trainer trains, got {name!r}, which has a trainer "
                 f"of its own ({trainer}); take another model, or train this one without titan_ft: torchrun ... -m "
-                f"{package}.train"
+                f"{package}.{Path(TRAINER_FILE).stem}"
             )
 
 
@@ -44,7 +44,7 @@ def check_tables(job_config: Any) -> None:
     Raises:
         ConfigError: a table is missing.
     """
-    from titan_ft.host.titan_0_2 import file_in_package, packages_of_model
+    from titan_ft.host.titan import file_in_package, packages_of_model
 
     for package in packages_of_model(job_config.model.name):
         if file_in_package(package, "job_config.py") is None:

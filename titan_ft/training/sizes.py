@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titan_ft.config import FaultTolerance
 from titan_ft.device import local_shard
 from titan_ft.gradients.exchange import GradientExchange
-from titan_ft.host.titan_0_2 import TORCH_DTYPE_MAP, ParallelDims, get_train_spec, set_default_dtype
+from titan_ft.host.titan import TORCH_DTYPE_MAP, ParallelDims, build_parts
 from titan_ft.round_settings import outer_optimizer, quantizes
 from titan_ft.training.spec import token_counts
 from titan_ft.transfer.snapshot import TrainState
@@ -75,11 +74,6 @@ def measure(config: Any, num_ranks: int) -> JobSizes:
     Args:
         config: what `read_config` returned and `check_divisions` has passed.
     """
-    config = copy.deepcopy(config)
-    config.activation_checkpoint.mode = "none"
-    config.compile.enable = config.parallelism.enable_async_tensor_parallel = False
-    config.optimizer.implementation = "for-loop"  # the others want memory; all hold the same state
-    config.model.converters = []
     stages = config.parallelism.pipeline_parallel_degree
     measured = [_measure_rank(config, num_ranks, stage * num_ranks // stages) for stage in range(stages)]
     dims, num_parameters, _ = measured[0]
@@ -88,46 +82,16 @@ def measure(config: Any, num_ranks: int) -> JobSizes:
     return JobSizes(num_parameters, dims, max(own // sequences, 1), tuple(rank for _, _, rank in measured))
 
 
-def build_model(config: Any) -> tuple[torch.nn.Module, Any]:
-    """Return the model of `config`, whole and on the meta device, and its arguments."""
-    spec = get_train_spec(config.model.name)
-    arguments = copy.deepcopy(spec.model_args[config.model.flavor])  # a run writes the sequence length into its own
-    arguments.update_from_config(config)
-    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-        return spec.model_cls(arguments), arguments
-
-
 def _measure_rank(config: Any, num_ranks: int, rank: int) -> tuple[ParallelDims, int, RankSizes]:
     """Return the group's dimensions, the number of the model's parameters, and what this rank holds of it."""
-    parallel, spec = config.parallelism, get_train_spec(config.model.name)
     with _fake_world(num_ranks, rank):
-        dims = ParallelDims(
-            dp_replicate=parallel.data_parallel_replicate_degree,
-            dp_shard=parallel.data_parallel_shard_degree,
-            cp=parallel.context_parallel_degree,
-            tp=parallel.tensor_parallel_degree,
-            pp=parallel.pipeline_parallel_degree,
-            ep=parallel.expert_parallel_degree,
-            etp=parallel.expert_tensor_parallel_degree,
-            world_size=num_ranks,
-        )
-        dims.build_mesh()
-        model, arguments = build_model(config)
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        if dims.pp_enabled:
-            assert spec.pipelining_fn is not None, "`check_divisions` comes first"
-            _, parts, _, _ = spec.pipelining_fn(
-                model, dims, config, torch.device("meta"), arguments, spec.parallelize_fn, torch.nn.CrossEntropyLoss()
-            )
-        else:
-            parts = [spec.parallelize_fn(model, dims, config)]
-        return dims, num_parameters, _sizes(config, spec, dims, parts)
+        dims, num_parameters, parts, optimizers = build_parts(config, num_ranks)
+        return dims, num_parameters, _sizes(config, parts, optimizers)
 
 
-def _sizes(config: Any, spec: Any, dims: ParallelDims, parts: list[torch.nn.Module]) -> RankSizes:
+def _sizes(config: Any, parts: list[torch.nn.Module], optimizers: Any) -> RankSizes:
     parameters = [parameter for part in parts for parameter in part.parameters()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    optimizers = spec.build_optimizers_fn(parts, config.optimizer, dims)
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     optimizers.step()

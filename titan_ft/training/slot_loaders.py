@@ -7,19 +7,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 
 from titan_ft.config import ConfigError, FaultTolerance
 from titan_ft.host.loader_workers import prepare_workers
-from titan_ft.host.titan_0_2 import Trainer, logger
+from titan_ft.host.titan import logger
 from titan_ft.run.events import LoaderChecked
 from titan_ft.training.loader_check import check_loader
-
-if TYPE_CHECKING:
-    from titan_ft.engine.feed import Batch
 
 
 class SlotLoaders:
@@ -64,14 +61,6 @@ class SlotLoaders:
             loader = self._build(dp_world_size=num_shards, dp_rank=self.num_shards * slot + self.shard)
         prepare_workers(loader)
         return loader
-
-
-def iterate(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Batch]:
-    """Yield a loader's batches as torchtitan does, which counts their tokens as read; here they count once trained."""
-    for inputs, labels in trainer.batch_generator(loader):
-        trainer.ntokens_seen -= labels.numel()
-        trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
-        yield inputs, labels
 
 
 @contextlib.contextmanager

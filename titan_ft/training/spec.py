@@ -13,7 +13,16 @@ import torch
 
 from titan_ft.config import FaultTolerance
 from titan_ft.host import cpu
-from titan_ft.host.titan_0_2 import MetricsProcessor, ParallelDims, TrainSpec, get_train_spec, logger, register_spec
+from titan_ft.host.titan import (
+    TOKEN_COUNTS,
+    MetricsProcessor,
+    ParallelDims,
+    TrainSpec,
+    adapt_attention,
+    get_train_spec,
+    logger,
+    register_spec,
+)
 from titan_ft.training.custom_import import import_custom
 from titan_ft.training.slot_loaders import SlotLoaders, enough_documents
 
@@ -40,7 +49,7 @@ def wrap(spec: TrainSpec, fault_tolerance: FaultTolerance, loaders: SlotLoaders 
     def parallelize(model: torch.nn.Module, parallel_dims: ParallelDims, job_config: Any) -> torch.nn.Module:
         model = cpu.adapt_model(spec.parallelize_fn(model, parallel_dims, job_config))
         if parallel_dims.cp_enabled:
-            cpu.adapt_attention(model, job_config.parallelism.context_parallel_load_balancer)
+            adapt_attention(model, job_config.parallelism.context_parallel_load_balancer)
         return model
 
     wrapped = dataclasses.replace(spec, parallelize_fn=parallelize)
@@ -95,8 +104,8 @@ def token_counts(model_parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     each step of the optimizer, moves the experts' biases by them, and sets them to zero.
     """
     return [
-        module.get_buffer("tokens_per_expert")
+        module.get_buffer(TOKEN_COUNTS)
         for part in model_parts
         for module in part.modules()
-        if getattr(module, "load_balance_coeff", None) and "tokens_per_expert" in module._buffers
+        if getattr(module, "load_balance_coeff", None) and TOKEN_COUNTS in module._buffers
     ]

@@ -11,7 +11,7 @@ from functools import partial
 from titan_ft import device
 from titan_ft.engine.step import Committed
 from titan_ft.engine.work import Work
-from titan_ft.host.titan_0_2 import MetricsProcessor
+from titan_ft.host.titan import MetricsProcessor
 from titan_ft.run.events import StepCommitted
 from titan_ft.run.log import EventLog, stamp
 

@@ -16,7 +16,13 @@ from titan_ft.engine.feed import Batch
 from titan_ft.engine.strategy import StepStrategy
 from titan_ft.engine.watchdog import Watchdog
 from titan_ft.host.loader_workers import prepare_workers
-from titan_ft.host.titan_0_2 import Trainer, Validator, logger
+from titan_ft.host.titan import (
+    HostTrainer,
+    Validator,
+    logger,
+    use_validation_loader,
+    validation_batch_size,
+)
 from titan_ft.membership.group import Group
 from titan_ft.training.local_training import knows_loss
 
@@ -157,22 +163,24 @@ def _name_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def validate_together(trainer: Trainer, group: Group, watchdog: Watchdog) -> None:
+def validate_together(trainer: HostTrainer, group: Group, watchdog: Watchdog) -> None:
     """Let all ranks of the group validate equally many batches."""
     config = trainer.job_config.validation
-    loader = getattr(trainer.validator, "validation_dataloader", None)
-    if loader is None:
-        return  # a validator of the user's with data of its own
-    trainer.validator.validation_dataloader = ValidationBatches(
-        loader,
-        steps=config.steps,
-        gather=group.gather,
-        beat=watchdog.beat,
-        whole=config.local_batch_size if trainer.parallel_dims.pp_enabled else None,
-    )
+    size = validation_batch_size(trainer.job_config)
+
+    def share(loader: Any) -> ValidationBatches:
+        return ValidationBatches(
+            loader,
+            steps=config.steps,
+            gather=group.gather,
+            beat=watchdog.beat,
+            whole=size if trainer.parallel_dims.pp_enabled else None,
+        )
+
+    use_validation_loader(trainer.validator, share)
 
 
-def validate_updates(trainer: Trainer, strategy: StepStrategy) -> None:
+def validate_updates(trainer: HostTrainer, strategy: StepStrategy) -> None:
     """Validate the weights that all groups have alike, after each update in which a validation falls due.
 
     FSDP then shards the weights again: without a backward its root keeps whole copies. Until the next step a digest and
@@ -195,7 +203,7 @@ def validate_updates(trainer: Trainer, strategy: StepStrategy) -> None:
     trainer.validator.validate, trainer.validator.should_validate = validate_and_shard, is_due
 
 
-def share_loss(trainer: Trainer, group: Group) -> None:
+def share_loss(trainer: HostTrainer, group: Group) -> None:
     """Log a validation's loss on all ranks; torchtitan logs -1 / tokens where a pipeline's last stage is not."""
     if type(trainer.validator).validate is not Validator.validate:
         return  # a user's own, of which nobody knows which ranks log

@@ -10,7 +10,7 @@ import socket
 from dataclasses import asdict, dataclass
 
 from titan_ft import device, versions
-from titan_ft.host.titan_0_2 import JobConfig
+from titan_ft.host.titan import JobConfig
 from titan_ft.round_settings import steps_per_round
 from titan_ft.run.events import Setup, WorkerConfig, WorkerStarted
 from titan_ft.run.log import EventLog

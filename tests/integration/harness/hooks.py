@@ -63,7 +63,6 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.protocols.model_converter import register_model_converter
 
 from harness import flavor
 from harness.events import Computed
@@ -83,6 +82,8 @@ from titan_ft.gradients.bucket import Count
 from titan_ft.gradients.flight import Flight
 from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
+from titan_ft.host.release import series
+from titan_ft.host.titan import batches_per_call
 from titan_ft.membership import control_sockets
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.rendezvous import Rendezvous
@@ -263,6 +264,7 @@ def install_progress() -> None:
 
             def count_step(*args: Any, **kwargs: Any) -> Any:
                 count_forward()
+                WORKER.forwards += batches_per_call(WORKER.trainer) - 1
                 return step(*args, **kwargs)
 
             schedule.step = count_step
@@ -341,7 +343,8 @@ def install_progress() -> None:
     before(ReplicaDimension, "join", lambda *_: WORKER.mark("ready"))
     after(ReplicaDimension, "heal", lambda *_: WORKER.mark("healed"))
     # The pause of two seconds at the end of torchtitan's train().
-    torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    trainer_module: Any = sys.modules[torchtitan.train.Trainer.__module__]
+    trainer_module.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
 
 
 def install_faults() -> None:
@@ -462,7 +465,10 @@ def install_records(folder: Path) -> None:
 
     def log(_: Any, step: int, loss: Any, max_loss: Any, grad_norm: Any, extra_metrics: Any = None) -> None:
         values = {"loss": float(loss), "max_loss": float(max_loss), "grad_norm": float(grad_norm)}
-        write({"step": step, **values, "lr": extra_metrics["lr"], "tokens": int(extra_metrics["n_tokens_seen"])})
+        write({"step": step, **values, "lr": rate_of(extra_metrics), "tokens": int(extra_metrics["n_tokens_seen"])})
+
+    def rate_of(metrics: dict[str, Any]) -> float:
+        return float(next(value for name, value in metrics.items() if name in ("lr", "lr/AdamW")))
 
     def end(trainer: Any) -> None:
         for module in (module for part in trainer.model_parts for module in part.modules()):
@@ -565,6 +571,10 @@ class Scales:
 
 
 def install_scales() -> None:
+    if series() != "0.2":
+        return  # 0.3 converts no built model
+    from torchtitan.protocols.model_converter import register_model_converter
+
     register_model_converter(Scales, "scales")
     before(LocalTraining, "_forward_backward", Scales.compare)
 

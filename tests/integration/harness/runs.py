@@ -28,7 +28,7 @@ SIZE = (
 )
 FLOAT32_ULP = 2.0**-23
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-PRINTED = re.compile(r"step: *(\d+) .*?loss: *([\d.]+) .*?grad_norm: *([\d.]+)")
+PRINTED = re.compile(r"step: *(\d+) .*?loss: *(-?[\d.]+) .*?grad_norm: *([\d.]+)")
 
 
 class Runs:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from titan_ft.host.titan_0_2 import JobConfig
+    from titan_ft.host.titan import JobConfig
     from titan_ft.training.links import Links
     from titan_ft.training.worker import Launch
 

@@ -23,7 +23,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from titan_ft.host.titan_0_2 import TRAIN_STATE
+from titan_ft.host.titan import TRAIN_STATE
 from titan_ft.training.checkpoint.folder import INDEX, MANIFEST, METADATA, DamagedError, Manifest, digest_table
 from titan_ft.training.checkpoint.reader import CheckpointReader
 from titan_ft.training.checkpoint.states import QUORUM_STATE

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titan_ft.config import ConfigError
-from titan_ft.host.titan_0_2 import logger
+from titan_ft.host.titan import logger
 from titan_ft.protocol.row import fold48
 from titan_ft.training.checkpoint.choice import Gather
 from titan_ft.training.checkpoint.damage import check_safetensors

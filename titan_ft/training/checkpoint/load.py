@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_ft.config import ConfigError
-from titan_ft.host.titan_0_2 import DATALOADER, TRAIN_STATE
+from titan_ft.host.titan import DATALOADER, TRAIN_STATE
 from titan_ft.training.checkpoint.choice import (
     NO_STEP,
     Gather,

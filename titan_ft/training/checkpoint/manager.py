@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_ft.config import ConfigError
 from titan_ft.host.hugging_face import merge_together
-from titan_ft.host.titan_0_2 import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager, logger, purge
+from titan_ft.host.titan import DATALOADER, TRAIN_STATE, AsyncMode, HostCheckpoints, logger, purge
 from titan_ft.round_settings import steps_per_round
 from titan_ft.run.events import (
     CheckpointFailed,
@@ -87,7 +87,7 @@ from titan_ft.training.checkpoint.save import (
 from titan_ft.training.checkpoint.states import QUORUM_STATE, QuorumState, Shards, TrainCounters, stock_loaders
 
 
-class ReplicaCheckpoints(CheckpointManager):
+class ReplicaCheckpoints(HostCheckpoints):
     """torchtitan's checkpoints, for groups that share one folder; `attach` comes before the first load.
 
     Raises:
@@ -103,7 +103,7 @@ class ReplicaCheckpoints(CheckpointManager):
     def __init__(self, **kwargs: Any) -> None:
         self._host: CheckpointHost | None = None
         self._under_way: Save | None = None
-        self._load: Load | None = None
+        self._loading: Load | None = None
         self._published: dict[int, int] = {}  # steps that this process saved, with the updates in their state
         self._failed: Save | None = None  # the latest save of this group that did
         self._failure = ""  # why it did
@@ -192,8 +192,8 @@ class ReplicaCheckpoints(CheckpointManager):
         except ConfigError:
             raise
         except (DamagedError, LoadError) as error:
-            assert self._load is not None
-            self._load.give_up(error, request, found)
+            assert self._loading is not None
+            self._loading.give_up(error, request, found)
         except ValueError as error:  # torchtitan's answer to a setting that it cannot use
             raise ConfigError(f"checkpoint: {one_line(error)}") from error
         if loaded:
@@ -437,7 +437,7 @@ class ReplicaCheckpoints(CheckpointManager):
             LoadError: it cannot be read.
             DamagedError: its bytes are wrong.
         """
-        load = self._load = Load(Path(checkpoint_id), self._describe(), self.host.gather)
+        load = self._loading = Load(Path(checkpoint_id), self._describe(), self.host.gather)
         states = _read_states(state_dict)
         load.prepare(states, from_hf)
         try:
@@ -650,10 +650,10 @@ class ReplicaCheckpoints(CheckpointManager):
         host.position.note_saved(host.strategy.updates_of(step))
         self._loaded = step
         host.events.emit(CheckpointLoaded(step=step, lineage=f"{host.position.lineage:012x}"))
-        assert self._load is not None
-        if reset := self._load.reset:
+        assert self._loading is not None
+        if reset := self._loading.reset:
             logger.warning("training goes on after step %d, but its data begins anew: %s", step, reset)
-            host.events.emit(DataReset(step=step, reason=reset, asked=self._load.asks_for_reset))
+            host.events.emit(DataReset(step=step, reason=reset, asked=self._loading.asks_for_reset))
 
     @property
     def _job_id(self) -> str:

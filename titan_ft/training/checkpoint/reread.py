@@ -79,7 +79,7 @@ def _prepare(started: WorkerStarted, run_dir: Path, result: Reread) -> Callable[
     if job_config.training.global_batch_size > 0:  # counts all groups; a worker's loader was built for its own
         job_config.training.global_batch_size //= job_config.fault_tolerance.group_size
     from titan_ft.host.loader_workers import prepare_workers
-    from titan_ft.host.titan_0_2 import get_train_spec
+    from titan_ft.host.titan import get_train_spec
     from titan_ft.training.slot_loaders import enough_documents
 
     spec = get_train_spec(job_config.model.name)

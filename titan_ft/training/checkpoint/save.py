@@ -20,7 +20,7 @@ from typing import TypeGuard, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_ft.host.titan_0_2 import logger
+from titan_ft.host.titan import logger
 from titan_ft.protocol.errors import FinalError
 from titan_ft.system.ownership import no_follow
 from titan_ft.training.checkpoint.damage import one_line

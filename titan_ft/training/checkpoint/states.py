@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_ft.engine.loader_state import load_loader
-from titan_ft.host.titan_0_2 import logger
+from titan_ft.host.titan import logger
 from titan_ft.protocol.errors import first_line
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.position import Position

@@ -1,0 +1,597 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""torchtitan 0.3.0, as the rest of the package sees it; `titan_ft.host.titan` chooses this module.
+
+0.3 has no TOML and no `TrainSpec`: a job is a tree of configs, and each config builds its component. Here a job is
+what it is on 0.2. `tables_0_3` reads the TOML and translates it, `TrainSpec` describes a model in the terms of 0.2,
+and `HostTrainer` hands 0.3's Trainer configs that build this package's parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torchtitan
+import torchtitan.components.metrics as _metrics
+import torchtitan.train as _train
+import torchtitan.trainer as _trainer
+from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager
+from torchtitan.components.checkpointer.base import purge_thread
+from torchtitan.components.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.metrics import BaseLogger, WandBLogger
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import clip_grad_norm_, set_pg_timeouts, set_spmd_backend
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader, HuggingFaceTextDataset
+from torchtitan.models import _supported_models
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.moe import MoE
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
+from torchtitan.tools.profiler import Profiler
+from torchtitan.tools.utils import set_default_dtype
+from torchtitan.trainer import Trainer
+
+from titan_ft import device
+from titan_ft.host.tables_0_3 import build_schema, loader_config, optimizer_config, translate
+
+if TYPE_CHECKING:
+    from queue import Queue
+
+__all__ = [
+    "ADAM_BUILDERS",
+    "DATALOADER",
+    "DATASETS",
+    "DEGREES",
+    "IGNORE_INDEX",
+    "LOADERS",
+    "LOSSES_GO_BACKWARD",
+    "PIPELINES_SUM_LOSSES",
+    "TOKEN_COUNTS",
+    "TORCH_DTYPE_MAP",
+    "TRAINER_FILE",
+    "TRAIN_STATE",
+    "AsyncMode",
+    "BaseLogger",
+    "DataloaderExhaustedError",
+    "DatasetConfig",
+    "HostCheckpoints",
+    "HostTrainer",
+    "HuggingFaceTextDataset",
+    "JobConfig",
+    "MetricsProcessor",
+    "ParallelDims",
+    "StateDictAdapter",
+    "TrainSpec",
+    "Trainer",
+    "Validator",
+    "WandBLogger",
+    "adapt_attention",
+    "attends_by_flex",
+    "batches_per_call",
+    "build_hf_tokenizer",
+    "build_model",
+    "build_parts",
+    "build_schema",
+    "build_text_dataloader",
+    "clip_grad_norm_",
+    "file_in_package",
+    "forward_backward",
+    "get_train_spec",
+    "logger",
+    "make_up_batches",
+    "model_names",
+    "packages_of_model",
+    "purge",
+    "read_batches",
+    "register_flavors",
+    "register_spec",
+    "run",
+    "set_pg_timeouts",
+    "take_off_record",
+    "use_curve_loggers",
+    "use_validation_loader",
+    "validation_batch_size",
+    "wrap_profilers",
+]
+
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+"""The dimensions of `ParallelDims`."""
+LOADERS = (ParallelAwareDataloader, HuggingFaceTextDataLoader)
+"""torchtitan's data loaders, each of which only adds a format of its state to torchdata's."""
+LOSSES_GO_BACKWARD = True
+"""The chunked loss goes backward through the output layer inside the forward."""
+PIPELINES_SUM_LOSSES = False
+"""A pipeline divides each microbatch's loss before it goes backward."""
+TOKEN_COUNTS = "tokens_per_expert_E"
+"""The buffer in which a mixture of experts counts."""
+TRAINER_FILE = "trainer.py"
+"""Where a model's package has a trainer of its own."""
+JobConfig = Any
+"""A job's config; `build_schema` makes its class."""
+
+
+# The description of a model
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A flavor of a model, in the terms of 0.2's arguments of a model.
+
+    Attributes:
+        spec: 0.3's ModelSpec.
+        moe_args: 0.3's config of the experts of a layer; None for a dense model.
+        max_seq_len: up to which positions can be built; a run builds them up to its own sequence length.
+    """
+
+    spec: Any
+    n_layers: int | None
+    n_heads: int | None
+    n_kv_heads: int | None
+    moe_args: Any
+    max_seq_len: int | None
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """A model in the terms of 0.2's TrainSpec. Each function takes the arguments that 0.2's function takes."""
+
+    model_args: Mapping[str, Arguments]
+    parallelize_fn: Callable[..., torch.nn.Module]
+    pipelining_fn: Callable[..., Any] | None
+    build_optimizers_fn: Callable[..., Any]
+    build_dataloader_fn: Callable[..., Any]
+    build_tokenizer_fn: Callable[[Any], Any]
+    build_metrics_processor_fn: Callable[..., Any] | None
+    build_validator_fn: Callable[..., Any] | None
+    state_dict_adapter: Any
+
+
+class _Flavors(Mapping[str, Arguments]):
+    """The flavors of a module with a function `model_registry`, each built when it is asked for."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        tables = (table for name, table in vars(module).items() if name.endswith("_configs"))
+        self._names = next((list(table) for table in tables if isinstance(table, dict)), [])
+
+    def __getitem__(self, flavor: str) -> Arguments:
+        spec = self._module.model_registry(flavor)
+        attention = getattr(spec.model, "first_attention", None)
+        heads = getattr(attention, "n_heads", None)
+        experts = next((config for _, config, _, _ in spec.model.traverse(MoE.Config)), None)
+        layers = getattr(spec.model, "layers", None)
+        return Arguments(
+            spec=spec,
+            n_layers=None if layers is None else len(layers),
+            n_heads=heads,
+            n_kv_heads=getattr(attention, "n_kv_heads", None) or heads,
+            moe_args=experts,
+            max_seq_len=getattr(getattr(attention, "rope", None), "max_seq_len", None),
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+_specs: dict[str, TrainSpec] = {}
+
+
+def register_spec(name: str, spec: TrainSpec) -> None:
+    """Let `get_train_spec(name)` return `spec`."""
+    _specs[name] = spec
+
+
+def get_train_spec(name: str) -> TrainSpec:
+    """Return the description of a model.
+
+    Raises:
+        ImportError: a module of the model is not installed.
+    """
+    if name in _specs:
+        return _specs[name]
+    flavors = _Flavors(importlib.import_module(f"torchtitan.models.{name}"))
+    first = flavors[next(iter(flavors))].spec
+    return TrainSpec(
+        model_args=flavors,
+        parallelize_fn=_parallelize,
+        pipelining_fn=first.pipelining_fn,
+        build_optimizers_fn=_build_optimizers,
+        build_dataloader_fn=build_text_dataloader,
+        build_tokenizer_fn=build_hf_tokenizer,
+        build_metrics_processor_fn=None,
+        build_validator_fn=_build_validator,
+        state_dict_adapter=first.state_dict_adapter,
+    )
+
+
+def model_names() -> set[str]:
+    """Return every name that `get_train_spec` knows."""
+    return {*_specs, *_supported_models}
+
+
+def packages_of_model(name: str) -> list[str]:
+    """Return the packages of torchtitan that may belong to a model."""
+    return [f"torchtitan.models.{name}"] if name in _supported_models else []
+
+
+def file_in_package(package: str, file: str) -> Path | None:
+    """Return a file of one of torchtitan's packages, without an import of the package; None if there is none."""
+    for folder in torchtitan.__path__:
+        path = Path(folder, *package.split(".")[1:], file)
+        if path.is_file():
+            return path
+    return None
+
+
+def register_flavors(model: str) -> None:
+    """Nothing: 0.3's llama3 has the flavor 1B, with a tied output layer."""
+
+
+def _model_of(job_config: Any) -> Any:
+    """Return a ModelSpec of the job's flavor that belongs to the caller."""
+    return get_train_spec(job_config.model.name).model_args[job_config.model.flavor].spec
+
+
+def _parallelize(model: torch.nn.Module, parallel_dims: ParallelDims, job_config: Any) -> torch.nn.Module:
+    config = translate(job_config)
+    parallelized: torch.nn.Module = _model_of(job_config).parallelize_fn(
+        model,
+        parallel_dims=parallel_dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder=config.dump_folder,
+    )
+    return parallelized
+
+
+def build_text_dataloader(*, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, **_: Any) -> Any:
+    """Build the loader of one data rank. A pipeline reads microbatches."""
+    training, parallel = job_config.training, job_config.parallelism
+    size = training.local_batch_size
+    if parallel.pipeline_parallel_degree > 1:
+        size = parallel.pipeline_parallel_microbatch_size
+    return loader_config(training).build(
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
+        tokenizer=tokenizer,
+        seq_len=training.seq_len,
+        local_batch_size=size,
+        # The ledger takes the state after each batch. torchtitan asks for one at each checkpoint only, and torchdata
+        # would give the state of then.
+        snapshot_every_n_steps=1,
+    )
+
+
+def build_hf_tokenizer(job_config: Any) -> Any:
+    """Build the tokenizer of `model.hf_assets_path`."""
+    return HuggingFaceTokenizer.Config().build(tokenizer_path=job_config.model.hf_assets_path)
+
+
+def _build_optimizers(model_parts: list[torch.nn.Module], config: Any, parallel_dims: ParallelDims) -> Any:
+    return optimizer_config(config).build(model_parts=model_parts)
+
+
+ADAM_BUILDERS = (_build_optimizers,)
+"""Builders of optimizers that know the names Adam and AdamW, and no other."""
+
+
+def _build_validator(*, job_config: Any, **parts: Any) -> Any:
+    """Build the validator. 0.3 gives it the batches of the training; a TOML may ask for others."""
+    sizes = {"seq_len": job_config.validation.seq_len, "local_batch_size": job_config.validation.local_batch_size}
+    return translate(job_config).validator.build(**{**parts, **sizes})
+
+
+class MetricsProcessor(_metrics.MetricsProcessor):
+    """0.3's metrics, with the arguments of 0.2's."""
+
+    def __init__(self, job_config: Any, parallel_dims: ParallelDims, tag: str | None = None) -> None:
+        super().__init__(
+            translate(job_config).metrics,
+            parallel_dims=parallel_dims,
+            dump_folder=job_config.job.dump_folder,
+            pp_schedule=job_config.parallelism.pipeline_parallel_schedule,
+            config_dict=job_config.to_dict(),
+            tag=tag,
+        )
+
+
+def build_model(job_config: Any) -> tuple[torch.nn.Module, Arguments]:
+    """Return the model of `job_config`, whole and on the meta device, and its arguments."""
+    arguments = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
+    arguments.spec.model.update_from_config(config=translate(job_config, arguments.spec))
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
+        return arguments.spec.model.build(), arguments
+
+
+def build_parts(job_config: Any, num_ranks: int) -> tuple[ParallelDims, int, list[torch.nn.Module], Any]:
+    """Build the parts of the model that this rank of `num_ranks` would train, on the meta device.
+
+    Returns:
+        The group's dimensions, the number of the whole model's parameters, the parts, their optimizers.
+    """
+    job_config = copy.deepcopy(job_config)
+    job_config.activation_checkpoint.mode = "none"
+    job_config.compile.enable = job_config.compile.enable_async_tensor_parallel = False
+    job_config.parallelism.enable_async_tensor_parallel = False
+    job_config.optimizer.implementation = "for-loop"  # the others want memory; all hold the same state
+    spec, config = get_train_spec(job_config.model.name), translate(job_config)
+    dims = ParallelDims.from_config(config.parallelism, num_ranks)
+    set_spmd_backend(config.parallelism.spmd_backend)
+    model, arguments = build_model(job_config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if dims.pp_enabled:
+        assert spec.pipelining_fn is not None, "`check_divisions` comes first"
+        _, parts, _, _ = spec.pipelining_fn(
+            model,
+            parallel_dims=dims,
+            training=config.training,
+            parallelism=config.parallelism,
+            compile_config=config.compile,
+            ac_config=config.activation_checkpoint,
+            dump_folder=config.dump_folder,
+            device=torch.device("meta"),
+            model_config=arguments.spec.model,
+            parallelize_fn=arguments.spec.parallelize_fn,
+            loss_fn=torch.nn.CrossEntropyLoss(),
+        )
+    else:
+        parts = [spec.parallelize_fn(model, dims, job_config)]
+    return dims, num_parameters, parts, spec.build_optimizers_fn(parts, job_config.optimizer, dims)
+
+
+# The trainer
+
+
+class HostTrainer(Trainer):
+    """torchtitan's Trainer, as a replica group uses it.
+
+    Args:
+        checkpoints: the class of the checkpoint manager, with the arguments of `HostCheckpoints`.
+    """
+
+    job_config: Any
+
+    def __init__(self, job_config: Any, checkpoints: Callable[..., CheckpointManager]) -> None:
+        self.job_config = job_config
+        _trainer.ensure_pp_loss_visible = lambda **_: None  # all ranks of a pipeline know the loss here
+        super().__init__(_to_config(job_config, checkpoints))
+
+    def refresh_converters(self) -> None:
+        """Nothing: 0.3 converts a model's config, and its float8 keeps nothing of the weights."""
+
+
+class HostCheckpoints(CheckpointManager):
+    """torchtitan's checkpoint manager, with the keywords `checkpoint_config` and `sd_adapter` in both releases."""
+
+    def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
+        super().__init__(checkpoint_config, **parts)
+
+    @property
+    def enable_staging(self) -> bool:
+        """True if saves are copied to pinned memory first."""
+        return self.enable and self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+
+    def _async_wait(self) -> None:
+        super()._wait_for_saving()
+
+    def _wait_for_saving(self) -> None:  # 0.3's name
+        self._async_wait()
+
+
+def _to_config(job_config: Any, checkpoints: Callable[..., Any] | None = None) -> Trainer.Config:
+    """Return 0.3's config of a job, whose components are built as its `TrainSpec` builds them."""
+    spec, model_spec = get_train_spec(job_config.model.name), _model_of(job_config)
+
+    def parallelize(model: torch.nn.Module, *, parallel_dims: ParallelDims, **_: Any) -> torch.nn.Module:
+        return spec.parallelize_fn(model, parallel_dims, job_config)
+
+    model_spec = dataclasses.replace(model_spec, parallelize_fn=parallelize)
+    config = translate(job_config, model_spec, vocab_size=getattr(model_spec.model, "vocab_size", None))
+
+    def build_loader(*, dp_world_size: int, dp_rank: int, tokenizer: Any, **_: Any) -> Any:
+        return spec.build_dataloader_fn(
+            dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
+        )
+
+    def build_metrics(*, parallel_dims: ParallelDims, **_: Any) -> Any:
+        build = spec.build_metrics_processor_fn
+        assert build is not None
+        return build(job_config, parallel_dims, model_spec.model)
+
+    config.dataloader = _built_by(config.dataloader, build_loader)
+    if spec.build_metrics_processor_fn is not None:
+        config.metrics = _built_by(config.metrics, build_metrics)
+    if spec.build_validator_fn is not None:
+        config.validator = _built_by(
+            config.validator, functools.partial(spec.build_validator_fn, job_config=job_config)
+        )
+    if checkpoints is not None:
+        config.checkpoint = _built_by(
+            config.checkpoint, functools.partial(checkpoints, checkpoint_config=config.checkpoint)
+        )
+    profiler = config.profiler
+    config.profiler = _built_by(profiler, lambda **settings: _profile(profiler, **settings))
+    return config
+
+
+def _built_by(config: Any, build: Callable[..., Any]) -> Any:
+    """Return a copy of one of 0.3's configs from which `build` makes the component."""
+    made = type("Config", (type(config),), {"__slots__": (), "build": lambda self, **parts: build(**parts)})
+    return made(**{each.name: getattr(config, each.name) for each in fields(config)})
+
+
+def read_batches(trainer: Trainer, loader: Iterable[Any]) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """Yield a loader's batches as torchtitan does, which counts their tokens as read; here they count once trained."""
+    for inputs, labels in trainer.batch_generator(loader):
+        trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
+        yield inputs, labels
+
+
+def batches_per_call(trainer: Trainer) -> int:
+    """Return how many of a loader's batches one `forward_backward` takes: those of a pipeline are microbatches."""
+    return int(trainer.num_pipeline_parallel_microbatches)
+
+
+def forward_backward(
+    trainer: Trainer, batches: Sequence[tuple[dict[str, Any], torch.Tensor]], tokens: int
+) -> torch.Tensor:
+    """Return the loss of so many batches, which are on the device, over `tokens`; adds to the gradients.
+
+    Args:
+        batches: as many as `batches_per_call` says.
+    """
+    seen = trainer.ntokens_seen  # 0.3 counts what goes forward; here tokens count once they are committed
+    inputs: Any = [inputs for inputs, _ in batches]
+    labels: Any = [labels for _, labels in batches]
+    if not trainer.parallel_dims.pp_enabled:
+        (inputs,), (labels,) = inputs, labels
+    try:
+        return trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+    finally:
+        trainer.ntokens_seen = seen
+
+
+def make_up_batches(trainer: Trainer, tokens: torch.Tensor) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """Return batches for one `forward_backward` with these tokens, [sequence, token]."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+    number = batches_per_call(trainer)
+    pairs = zip(tokens.chunk(number), positions.chunk(number), strict=True)
+    return [({"input": part, "positions": places}, part) for part, places in pairs]
+
+
+def attends_by_flex(trainer: Trainer) -> bool:
+    """True if the model's attention is compiled for each shape."""
+    return not device.on_cpu() and any(trainer.model_config.traverse(FlexAttention.Config))
+
+
+def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
+    """Nothing: context parallelism deals out the mask of attention, with an accelerator or without one."""
+
+
+@dataclass
+class _ValidationLoader:
+    """In place of the config of a validator's loader, from which each validation builds one."""
+
+    config: Any
+    wrap: Callable[[Any], Any]
+
+    def build(self, **parts: Any) -> Any:
+        return self.wrap(self.config.build(**parts))
+
+
+def use_validation_loader(validator: Any, wrap: Callable[[Any], Any]) -> None:
+    """Let a validator read from `wrap(loader)`; a validator of the user's with data of its own stays as it is."""
+    config = getattr(validator, "dl_config", None)
+    if config is not None:
+        validator.dl_config = _ValidationLoader(config, wrap)
+
+
+def validation_batch_size(job_config: Any) -> int:
+    """Return the sequences in a batch of a validation's loader, which is a pipeline's microbatch."""
+    parallel = job_config.parallelism
+    is_cut = parallel.pipeline_parallel_degree > 1
+    return int(parallel.pipeline_parallel_microbatch_size if is_cut else job_config.validation.local_batch_size)
+
+
+# Seams: what this package replaces inside torchtitan
+
+
+def use_curve_loggers(tensorboard: Callable[..., BaseLogger], wandb: Callable[..., BaseLogger]) -> None:
+    """Let torchtitan's metrics processors, also a user's own, log by these.
+
+    components/metrics.py: `_build_metric_logger` names both classes as module globals, and gives them a folder
+    that is named by the minute.
+    """
+    _metrics.TensorBoardLogger = tensorboard
+    _metrics.WandBLogger = lambda log_dir, config_dict=None, tag=None: wandb(log_dir, config_dict, tag)
+
+
+@contextmanager
+def _stock_profiler(config: Any, **settings: Any) -> Iterator[Any]:
+    with Profiler(config, **settings) as profiler:
+        yield profiler
+
+
+_profile: Callable[..., AbstractContextManager[Any]] = _stock_profiler
+
+
+def wrap_profilers(wrap: Callable[[Callable[..., Any]], Callable[..., AbstractContextManager[Any]]]) -> None:
+    """Let torchtitan's training loop profile by `wrap(f)` in place of `f`."""
+    global _profile
+    _profile = wrap(_stock_profiler)
+
+
+def take_off_record() -> None:
+    """Call torchtitan's `Trainer.train` without torch elastic's `record`.
+
+    trainer.py: `record` takes a SystemExit(0) of a user's loader for a return from training. A wrapper that the user
+    has put around it stays.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    method: Any = Trainer.train
+    if method.__globals__ is record.__globals__:
+        Trainer.train = method.__wrapped__
+
+
+def purge(folders: Queue[Any]) -> None:
+    """Remove folders of checkpoints until the queue gives None; for a thread of its own.
+
+    components/checkpointer/base.py: `purge_thread`, which torchtitan starts with `keep_latest_k` only.
+    """
+    purge_thread(folders, filesystem.rmtree)
+
+
+class _Parsed:
+    """In place of the config that `main` has parsed: its values, and another trainer."""
+
+    def __init__(self, config: Any, build: Callable[[], Any]) -> None:
+        self._config, self.build = config, build
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def run(trainer: type[Trainer], job_config: Any) -> None:
+    """Train by torchtitan's own main function, with a config that has been read.
+
+    train.py: `main` builds a `ConfigManager` of its own, and the trainer from what that has parsed.
+    """
+
+    class ParsedConfig:
+        """Hands out the config that was read."""
+
+        def parse_args(self) -> _Parsed:
+            config = _to_config(job_config)
+            is_ours = issubclass(trainer, HostTrainer)
+            return _Parsed(config, lambda: trainer(job_config) if is_ours else trainer(config))
+
+    _train.ConfigManager = ParsedConfig
+    _train.main()
+
+
+if device.on_cpu():
+    from titan_ft.host import cpu_0_3
+
+    cpu_0_3.attend_densely()
