@@ -16,13 +16,17 @@ import torch.distributed as dist
 
 
 def test_a_store_serves_until_it_is_ended() -> None:
-    """At the socket that it was given; it asks no name server, which torch would for every connection."""
+    """At the socket that it was given; it asks no name server, which torch would for every connection.
+
+    It takes more connections than the usual limit of descriptors allows.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     code = (
-        "import os, sys\n"
+        "import os, resource, sys\n"
         "from titan_ft.launch import store_server\n"
         "serve = store_server.serve\n"
         "store_server.serve = lambda listener: (serve(listener), print(os.environ['RES_OPTIONS'], flush=True))[0]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
         "store_server.main()\n"
     )
     environ = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
@@ -41,6 +45,8 @@ def test_a_store_serves_until_it_is_ended() -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
         store.set("key", "value")
         assert store.get("key") == b"value"
+        others = [dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30)) for _ in range(100)]
+        assert others[-1].get("key") == b"value"
         assert server.poll() is None
     finally:
         server.kill()

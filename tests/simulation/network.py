@@ -278,6 +278,10 @@ class Store:
         self._call(self._timeout)
         return self._server.values.pop(key, None) is not None
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time of each later wait."""
+        self._timeout = timeout.total_seconds()
+
     def _call(self, timeout: float) -> None:
         self._server.kernel.pause()
         if self._lost:

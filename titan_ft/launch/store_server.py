@@ -9,6 +9,7 @@ worker of the attempt, and ends with the agent. Command line: the descriptor of 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -46,6 +47,10 @@ def main() -> None:
     # torch looks up the name of every peer's address, for its log, and the store answers nobody meanwhile. Its own is a
     # number: it needs no name server, and none that is slow holds up a rendezvous.
     os.environ["RES_OPTIONS"] = "attempts:0"
+    # Each rank of the group has connections here, and so has each rank of a column that meets here. With the usual
+    # limit of 1,024 descriptors a store accepts no more connections at some 500 ranks.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     store = serve(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its agent ends it, after the workers
     while store is not None:

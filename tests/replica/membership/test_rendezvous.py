@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import MappingProxyType
 from unittest.mock import MagicMock
 
 import pytest
@@ -14,7 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from tests.replica.conftest import Trees
 from titan_ft.membership.control_tree import ControlTree
-from titan_ft.membership.rendezvous import Rendezvous, find_host
+from titan_ft.membership.process_group import build_process_group
+from titan_ft.membership.rendezvous import Rendezvous, find_leader, find_limit
 from titan_ft.protocol.member import Member
 
 
@@ -54,14 +58,86 @@ def test_another_process_serves_its_store_at_the_same_port(trees: Trees) -> None
     assert meet("second", (reborn, upper), (rendezvous(trees.connect(), 0), survivor)) == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "num_groups", "most"), [(1, 2, 2), (8, 30, 240), (8, 100, 300), (64, 30, 360), (8192, 12, 8196)]
-)
-def test_ranks_of_large_quorums_meet_at_several_stores(num_ranks: int, num_groups: int, most: int) -> None:
-    """One store answered the ranks of all groups. A small quorum still meets at its first member."""
-    members = [Member(slot, 1.0, f"process {slot}", "digest", "job", f"10.0.0.{slot}:1") for slot in range(num_groups)]
-    hosts = [find_host(members, rank, num_ranks) for rank in range(num_ranks)]
-    ranks_at_a_store = Counter(host.slot for host in hosts for _ in members)
-    assert max(ranks_at_a_store.values()) <= most
-    if num_ranks * num_groups < 256:
-        assert set(hosts) == {members[0]}
+def test_a_store_keeps_the_keys_of_the_last_meeting_only(trees: Trees) -> None:
+    """Each change of membership would leave its members' addresses, and those of Gloo's connections."""
+    store = serve()
+    quorum = tuple(Member(slot, 1.0 + slot, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}") for slot in range(2))
+    timeout = timedelta(seconds=10)
+    ends = [
+        Rendezvous(
+            build_process_group("gloo", timeout, "127.0.0.1"),
+            timeout,
+            control=trees.connect(),
+            group_rank=0,
+            group_world_size=1,
+            address=f"127.0.0.1:{slot}",
+        )
+        for slot in range(2)
+    ]
+    assert meet("first", quorum, (ends[0], ends[1])) == [None, None]
+    num_keys = store.num_keys()
+    for number in range(5):
+        assert meet(f"later {number}", quorum, (ends[0], ends[1])) == [None, None]
+    deadline = time.monotonic() + 10.0
+    while store.num_keys() > num_keys:
+        assert time.monotonic() < deadline, store.list_keys()
+        time.sleep(0.01)
+    for end in ends:
+        end.close()
+
+
+def members(slots: Iterable[int], came: Mapping[int, float] = MappingProxyType({})) -> list[Member]:
+    """Return members of these slots; `came`: when the process of a slot began, 1.0 for the first ones."""
+    return [
+        Member(slot, time, f"{slot} {time}", "digest", "job", f"10.0.0.{slot}:1")
+        for slot in slots
+        for time in (came.get(slot, 1.0 + slot / 1000),)
+    ]
+
+
+def leaders(quorum: Sequence[Member], num_ranks: int) -> list[Member]:
+    """Return the leader of each column."""
+    return [find_leader(quorum, rank) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_groups", "most"), [(8, 30, 3), (8, 300, 2), (64, 30, 12), (8192, 12, 1500)])
+def test_columns_meet_at_the_stores_of_many_groups(num_ranks: int, num_groups: int, most: int) -> None:
+    """One store answered the ranks of all groups. Now it serves about twice the ranks of a group, or a column."""
+    columns = Counter(leaders(members(range(num_groups)), num_ranks))
+    assert max(columns.values()) <= most
+
+
+def test_all_members_find_the_same_leader() -> None:
+    """The lighthouse's order of the names, and which member asks, make no difference."""
+    quorum = members(range(20))
+    assert leaders(quorum, 50) == leaders(quorum[::-1], 50)
+
+
+def test_a_death_moves_the_columns_of_the_dead_group_and_few_others() -> None:
+    """Each moved column costs each of its ranks a new connection."""
+    before = members(range(40))
+    survivors = [member for member in before if member.slot != 7]
+    former, moved = leaders(before, 1000), leaders(survivors, 1000)
+    others = [(old, new) for old, new in zip(former, moved, strict=True) if old.slot != 7]
+    assert len(others) < 1000, "group 7 led columns"
+    # One group more is among the older half now, and wins its share of them.
+    assert sum(old != new for old, new in others) < 2 * 1000 / 20
+    assert {new.slot for old, new in others if old != new} <= {20}
+
+
+@pytest.mark.parametrize("num_groups", [2, 3, 30])
+def test_a_group_that_comes_moves_no_column(num_groups: int) -> None:
+    """The others would have to connect to it, while it starts. Of two groups the one that stayed leads."""
+    for slot in range(num_groups):
+        there = members(other for other in range(num_groups) if other != slot)
+        whole = members(range(num_groups), {slot: 9.0})
+        assert slot not in {leader.slot for leader in leaders(whole, 100)}
+        if num_groups % 2 == 0:  # the older half is the same one as before
+            assert leaders(whole, 100) == leaders(there, 100)
+
+
+def test_the_limit_of_a_meeting_grows() -> None:
+    """A constant of two seconds ended the meeting of many groups, or of large ones, again and again."""
+    assert find_limit(2, 1) == pytest.approx(2.0, abs=0.1)
+    assert find_limit(300, 8) == pytest.approx(5.0, abs=0.1)
+    assert find_limit(12, 8192) == pytest.approx(10.3, abs=0.1)
