@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -48,6 +49,8 @@ from titan_ft.engine.lookout import Lookout
 from titan_ft.engine.round import Rounds
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.membership import membership, pulse
+from titan_ft.membership.control_tree import ControlTree
+from titan_ft.membership.group import Group
 from titan_ft.protocol import member
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.row import Why
@@ -756,6 +759,38 @@ def test_a_lone_group_admits_a_joiner_to_the_step_under_way(ranks: int) -> None:
     commits = [at for at, text in said if text.startswith("commits")]
     joined = next(at for at, text in said if text.startswith("joined") and "participants=[0, 1]" in text)
     assert commits[0] + 0.1 < joined < commits[1] - 0.1
+
+
+def test_a_step_has_one_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its vote. The quorum is announced by rank 0. A step needs no note, and no collective within a group.
+
+    Each further agreement would be on the way of every step, twice the depth of the tree. A digest, once in
+    `digest_every` steps, has a collective: it is folded from those of a group's ranks.
+    """
+    counts: Counter[str] = Counter()
+
+    def counted(owner: type, name: str) -> None:
+        call = getattr(owner, name)
+
+        def count(*arguments: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, count)
+
+    for name in ("rank0_decides", "rank0_announces", "say"):
+        counted(ControlTree, name)
+    counted(Group, "gather")
+
+    def run(steps: int) -> Counter[str]:
+        counts.clear()
+        options = Options(2, 2, steps, {"enable": True, "group_size": 2, "digest_every": 3}, jitter=0.0)
+        assert not Schedule(3, options, ()).run().problems
+        return Counter(counts)
+
+    with standins.installed():
+        short, long = run(4), run(14)
+    assert long - short == {"rank0_decides": 10 * 4, "rank0_announces": 10 * 4, "gather": 3 * 4}
 
 
 def test_a_group_that_has_yet_to_begin_serves_no_joiner_beside_one_that_trains() -> None:
