@@ -53,6 +53,20 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
+def test_a_standby_that_starts_anew_does_not_wait_for_itself(world: World) -> None:
+    """Its former announcement has the address at which it answers by itself. It would serve and never know."""
+    first = world.lighthouse("a", standby=True)
+    while not first.serves:
+        assert first.poll()
+        world.now += 0.1
+    anew = world.lighthouse("a", standby=True)
+    while not anew.serves:
+        assert anew.poll()
+        world.now += 0.1
+        assert world.now < 110.0
+    assert not first.poll()
+
+
 def test_a_standby_takes_over_from_one_that_is_silent(world: World) -> None:
     """Not before it was silent for a while; the former one, which was only slow, then steps down."""
     first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 from titan_ft.config import ConfigError
 from titan_ft.launch.succession import Succession
+from titan_ft.membership.pulse import StatusPage
 from titan_ft.options import Lighthouse, LighthouseSettings
 from titan_ft.run.appender import DISK_ERRNOS, retry_waiting
 from titan_ft.run.lighthouse import Announcement
@@ -37,6 +38,13 @@ ANNOUNCEMENT = "lighthouse listening at "
 _QUORUM_TICK_MS = 20
 """From one look of the lighthouse at its groups to the next. A failure costs the survivors this much at most beside the
 heartbeat's timeout; a look takes microseconds."""
+MOST_FORMER_NAMES = 1000
+"""Names of processes that have ended. torchft's lighthouse keeps each name for ever, and each restart of a group brings
+one. With 10,000 of them a quorum took up to 130 ms instead of 4 ms (docs/benchmarks.md), and a page had 2 MB."""
+FORMER_SECONDS = 60.0
+"""Without a heartbeat. A process that is alive after all only comes back under its name."""
+_LOOK_SECONDS = 10.0
+_PAGE_SECONDS = 1.0  # of this very process
 
 
 def check_settings(settings: LighthouseSettings) -> None:
@@ -109,15 +117,18 @@ def serve(command: Lighthouse) -> int:
     os.environ.setdefault("RUST_LOG", "warn")
     stop = StopRequests(signal.SIGTERM, signal.SIGINT)
     with protected_native_output():
-        _serve(command, usable_bind(host), port, stop)
-    if command.standby and not stop:
+        again = _serve(command, usable_bind(host), port, stop)
+    if again and not stop:
         # Anew: a server that is shut down goes on answering those who are connected to it.
-        os.execv(sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:], f"--bind={again}"])
     return stop.status
 
 
-def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests) -> None:
-    """Serve until a signal, or until another lighthouse is announced.
+def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests) -> str:
+    """Serve until a signal, until another lighthouse is announced, or until the names of ended processes are too many.
+
+    Returns:
+        HOST:PORT at which this process must start anew; empty if it must not.
 
     Raises:
         ConfigError: it cannot listen where it should, or not announce itself.
@@ -135,33 +146,74 @@ def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests) -> Non
         raise ConfigError(f"the lighthouse cannot listen at {bind}: {error}; choose another --bind") from error
     # torchft's address() holds the host's name, which others would have to resolve.
     reachable = command.advertise or (find_own_address(host) if is_unspecified(host) else host)
-    address = f"http://{bracketed(reachable)}:{server.address().rsplit(':', 1)[1]}"
+    chosen = int(server.address().rsplit(":", 1)[1])
+    address = f"http://{bracketed(reachable)}:{chosen}"
+    crowd = Crowd(StatusPage(address))
     _say(f"{ANNOUNCEMENT}{address}")
     if command.announce is not None:
         own = Announcement.of_this_process(address, os.environ)
         with contextlib.suppress(OSError):  # said when it is to be announced
             own.prepare(command.announce)
         try:
-            _take_turns(command.announce, Succession(command.announce, own, standby=command.standby), stop)
+            _take_turns(command.announce, Succession(command.announce, own, standby=command.standby), stop, crowd)
         finally:
             own.discard(command.announce)
-        if not stop and command.standby:
-            return  # without a shutdown: this process becomes the standby of the other one
     else:
-        while not stop:
+        while not (stop or crowd.is_due()):
             retry_waiting()
             time.sleep(0.1)
+    if not stop and crowd.was_due:
+        _say(f"{crowd.num_former} processes of groups have ended: this lighthouse starts anew, and forgets their names")
+        return join_address(host, chosen)
+    if not stop and command.standby:
+        return command.bind  # without a shutdown: this process becomes the standby of the other one
     server.shutdown()
+    return ""
 
 
-def _take_turns(path: Path, succession: Succession, stop: StopRequests) -> None:
-    """Announce this lighthouse when it is its turn; return when another one is announced, or it is to stop.
+class Crowd:
+    """Finds out when a lighthouse knows so many ended processes that it must start anew, which makes it forget them.
+
+    Groups continue at a lighthouse that is started again. It comes back within a second, so the moment is chosen at
+    which no group waits for a quorum.
+
+    Args:
+        page: of the lighthouse.
+
+    Attributes:
+        num_former: ended processes at the last look.
+        was_due: the lighthouse must start anew.
+    """
+
+    def __init__(self, page: StatusPage) -> None:
+        self._page = page
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self.num_former = 0
+        self.was_due = False
+
+    def is_due(self) -> bool:
+        """True if the lighthouse must start anew now. Looks at its page now and then."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + _LOOK_SECONDS
+        status = self._page.read(_PAGE_SECONDS)
+        if status is None:
+            return False
+        self.num_former = sum(seconds > FORMER_SECONDS for seconds in status.heartbeats.values())
+        self.was_due = self.num_former > MOST_FORMER_NAMES and not status.num_asking
+        return self.was_due
+
+
+def _take_turns(path: Path, succession: Succession, stop: StopRequests, crowd: Crowd) -> None:
+    """Announce this lighthouse when it is its turn; return when another one is announced, or it is to stop or to start
+    anew.
 
     Raises:
         ConfigError: it cannot announce itself.
     """
     served, watched, waits = False, "", False
-    while not stop:
+    while not (stop or crowd.is_due()):
         retry_waiting()
         try:
             turn = succession.poll()

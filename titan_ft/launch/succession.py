@@ -60,7 +60,9 @@ class Succession:
             return self.other is None
         announced = said is not None and (self.other is None or said.id != self.other.id)  # just now
         self.other = said or self.other  # a storage that cannot be read for a moment takes nobody's place away
-        answered = self._standby and self.other is not None and self._answers(self.other.address)
+        # This lighthouse may have started anew: it would wait for itself at its own address.
+        other = self.other if self.other is None or self.other.address != self._own.address else None
+        answered = self._standby and other is not None and self._answers(other.address)
         now = time.monotonic()
         self._silent = 0.0 if announced or answered else self._silent + min(now - self._looked, _LOOK_SECONDS)
         self._looked = now

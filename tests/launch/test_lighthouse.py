@@ -1,0 +1,111 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""`titan-ft lighthouse` forgets processes that have ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+from torchft.coordination import LighthouseClient
+
+from titan_ft.launch import lighthouse
+from titan_ft.launch.lighthouse import ANNOUNCEMENT, FORMER_SECONDS, MOST_FORMER_NAMES, Crowd
+from titan_ft.membership.pulse import Status, StatusPage
+
+DEADLINE = 30.0  # seconds; only ever reached by a bug
+CONNECT = timedelta(seconds=10)
+LIMITS = "lighthouse.MOST_FORMER_NAMES, lighthouse.FORMER_SECONDS, lighthouse._LOOK_SECONDS = 20, 0.5, 0.1"
+
+
+class Page(StatusPage):
+    """A page that says what the test gave it."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.status: Status | None = None
+
+    def read(self, timeout: float) -> Status | None:
+        return self.status
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Page:
+    monkeypatch.setattr(lighthouse, "_LOOK_SECONDS", 0.0)
+    return Page()
+
+
+def names(former: int, living: int) -> dict[str, float]:
+    return {f"former {n}": 2 * FORMER_SECONDS for n in range(former)} | {f"living {n}": 0.1 for n in range(living)}
+
+
+@pytest.mark.parametrize(
+    ("former", "living", "num_asking", "due"),
+    [
+        (MOST_FORMER_NAMES + 1, 4, 0, True),
+        (MOST_FORMER_NAMES + 1, 4, 1, False),  # a group waits for its quorum: a step waits for the lighthouse
+        (MOST_FORMER_NAMES, 4, 0, False),
+        (4, MOST_FORMER_NAMES + 1, 0, False),
+    ],
+)
+def test_when_a_lighthouse_starts_anew(page: Page, former: int, living: int, num_asking: int, due: bool) -> None:
+    """With too many ended processes, and between two quorums."""
+    page.status = Status(names(former, living), (), num_asking)
+    assert Crowd(page).is_due() == due
+
+
+def test_a_page_that_cannot_be_read_says_nothing(page: Page) -> None:
+    """The lighthouse goes on: it may only be slow."""
+    assert not Crowd(page).is_due()
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    """A lighthouse at a free port, which starts anew as soon as it knows 20 ended processes.
+
+    It starts anew without these limits: by then it has forgotten the names.
+    """
+    code = f"import sys; from titan_ft.launch import lighthouse; {LIMITS}; from titan_ft.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "lighthouse", "--bind", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.terminate()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def read_address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(ANNOUNCEMENT):
+            return line.removeprefix(ANNOUNCEMENT).strip()
+    raise AssertionError("the lighthouse has ended")
+
+
+def test_a_lighthouse_forgets_ended_processes(process: subprocess.Popen[str]) -> None:
+    """It did not: a run of many restarts had longer and longer quorums. Process and address stay."""
+    address = read_address(process)
+    page = StatusPage(address)
+    client = LighthouseClient(address, CONNECT)
+    for number in range(30):
+        client.heartbeat(f"group-{number}")
+    assert read_address(process) == address
+    status: list[Status] = []
+
+    def is_empty() -> bool:
+        status[:] = [found for found in [page.read(1.0)] if found is not None]
+        return bool(status) and not status[0].heartbeats
+
+    wait_until(is_empty)
+    LighthouseClient(address, CONNECT).heartbeat("group-30")
+    wait_until(lambda: (found := page.read(1.0)) is not None and list(found.heartbeats) == ["group-30"])
+    assert process.poll() is None
