@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure an agreement of a group's ranks: through its control tree, and through one TCPStore.
+"""Measure what the control of a job costs: agreements of a group's ranks, changes of membership, and quorums.
+
+An agreement goes through the group's control tree, and through one TCPStore. `meeting.py` and `lighthouse.py` measure
+the other two.
 
 The ranks are threads of some processes (`control_ranks.py`), and run the real code of both without
 a model. They agree again and again, so that the time of an agreement is that from one decision of
@@ -23,6 +26,8 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from benchmarks.control_ranks import STORE, STORE_TIMEOUT, TREE, WARMUP
+from benchmarks.lighthouse import measure_lighthouses
+from benchmarks.meeting import measure_meetings
 from benchmarks.run import BenchError, progress
 from titan_ft.protocol.control.tree import FAN_OUT, find_depth
 
@@ -40,7 +45,14 @@ More processes would take the memory of more interpreters."""
 _ROOT = Path(__file__).parents[1]
 
 
-def measure_control(
+def measure_control() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and figures of all parts."""
+    yield from measure_agreements()
+    yield from measure_meetings()
+    yield from measure_lighthouses()
+
+
+def measure_agreements(
     sizes: Sequence[int] = SIZES, delays_ms: Sequence[float] = DELAYS_MS
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name and figures of each number of ranks, by both ways, and the formula they follow."""

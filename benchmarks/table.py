@@ -46,6 +46,8 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
         lines += ["", *_reopening_table(report["reopening"])]
     if report.get("control"):
         lines += ["", *_control_table(report["control"])]
+        lines += ["", *_meeting_table(report["control"])]
+        lines += ["", *_lighthouse_table(report["control"])]
     if "campaign_table" in report:
         lines += ["", *report["campaign_table"]]
     return "\n".join(lines)
@@ -120,7 +122,7 @@ def _bandwidth_table(exchanges: Mapping[str, Any]) -> list[str]:
 
 def _control_table(control: Mapping[str, Any]) -> list[str]:
     """Return a row for each number of ranks, and what the formula says about more ranks."""
-    measured = [figures for name, figures in control.items() if name != "formula"]
+    measured = [figures for figures in control.values() if "delay_ms" in figures]
     trees = [figures for figures in measured if figures["kind"] == "tree"]
     stores = {figures["ranks"]: figures for figures in measured if figures["kind"] == "store"}
     delays = sorted({figures["delay_ms"] for figures in trees})
@@ -144,6 +146,49 @@ def _control_table(control: Mapping[str, Any]) -> list[str]:
             f"{formula['shared']:.0f} ms on these cores; {formula['apart']:.1f} ms if each inner rank has a core.",
         ]
     return lines
+
+
+def _meeting_table(control: Mapping[str, Any]) -> list[str]:
+    """Return a row for each size of a job: a change of membership, by each way to meet."""
+    measured = [figures for figures in control.values() if "return" in figures]
+    by_size: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
+    for figures in measured:
+        by_size.setdefault((figures["groups"], figures["ranks"]), {})[figures["kind"]] = figures
+    columns = ("first meeting (s)", "after a death", "after a return")
+    rows = [["groups x ranks", *columns, *(f"by one store: {name}" for name in columns), "with Gloo: after a return"]]
+    for (groups, ranks), kinds in by_size.items():
+        cells = [f"{groups} x {ranks}"]
+        for kind in ("columns", "store"):
+            cells += [_seconds(kinds.get(kind), name) for name in ("first", "death", "return")]
+        rows.append([*cells, _seconds(kinds.get("gloo"), "return")])
+    lines = markdown(rows)
+    if formula := control.get("meeting-formula"):
+        sizes = ", ".join(f"{size.replace('-', ' x ')}: {seconds:.1f} s" for size, seconds in formula["shared"].items())
+        lines += [
+            "",
+            f"The slower one of a death and a return: {formula['a']:.3f} s + {1000 * formula['b']:.3f} ms x all ranks, "
+            f"which share these cores. Extrapolated: {sizes}.",
+        ]
+    return lines
+
+
+def _seconds(figures: Mapping[str, Any] | None, name: str) -> str:
+    return "-" if figures is None else f"{figures[name]:.3f}"
+
+
+def _lighthouse_table(control: Mapping[str, Any]) -> list[str]:
+    """Return a row for each number of groups, and of ended processes that the lighthouse knows."""
+    head = ["groups", "ended processes", "quorum (ms)", "longest", "CPU of the lighthouse", "page (MB)"]
+    rows = [[*head, "CPU of its reader (ms)", "memory of the lighthouse (MB)"]]
+    for figures in control.values():
+        if "former" not in figures:
+            continue
+        times = [f"{figures[name]:.1f}" for name in ("median", "longest", "cpu")]
+        page = [f"{figures['page_mb']:.2f}", f"{figures['page_cpu']:.1f}"]
+        memory = figures["memory_mb"]
+        size = [f"{figures['groups']:,}", f"{figures['former']:,}"]
+        rows.append([*size, *times, *page, "-" if memory is None else f"{memory:.0f}"])
+    return markdown(rows)
 
 
 def _control_time(figures: Mapping[str, Any] | None) -> str:

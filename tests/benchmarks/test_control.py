@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import control, table
-from benchmarks.control import fit, measure, measure_control
+from benchmarks.control import fit, measure, measure_agreements
 from benchmarks.run import BenchError
 
 
@@ -52,7 +52,7 @@ def test_each_number_of_ranks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"kind": kind, "ranks": size, "depth": 2, "delay_ms": delay_ms, "median": 1.0, "p90": 2.0, **cpu}
 
     monkeypatch.setattr(control, "measure", measure)
-    found = dict(measure_control([64, 1024]))
+    found = dict(measure_agreements([64, 1024]))
     assert list(found) == ["tree-64-0", "tree-64-10", "store-64", "tree-1024-0", "tree-1024-10", "formula"]
     _, _, first, second, *rest = table._control_table(found)
     assert [cell.strip() for cell in first.split("|")[1:3]] == ["64 ranks", "2"]

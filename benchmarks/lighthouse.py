@@ -1,0 +1,152 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Measure quorums at a lighthouse of many groups, and at one that knows the names of many ended processes.
+
+The groups are threads of this process, which ask torchft's lighthouse and train nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torchft.coordination import LighthouseClient
+
+from benchmarks.run import progress
+from titan_ft.membership.pulse import Status
+from titan_ft.protocol.member import Member
+from titan_ft.system.threads import call_for_each
+
+SIZES = ((30, 0), (30, 1_000), (30, 10_000), (300, 0), (1_000, 0))
+"""Groups, and names of processes that have ended."""
+QUORUMS = 15
+_WARMUP = 2
+_BEAT_SECONDS = 0.5
+"""Of a group, as with a `heartbeat_timeout_ms` of 5,000."""
+_SILENT_SECONDS = 5.5
+"""Until the lighthouse counts an ended process as one."""
+_LIMIT = timedelta(seconds=120)
+_AT_ONCE = 8
+"""Threads that heartbeat."""
+_SERVER = """
+import sys
+from titan_ft.launch import lighthouse
+lighthouse._LOOK_SECONDS = 1e9
+from titan_ft.cli.main import main
+sys.exit(main())
+"""
+"""A lighthouse that keeps all names, as torchft's does."""
+_ROOT = Path(__file__).parents[1]
+
+
+def measure_lighthouses(sizes: Sequence[tuple[int, int]] = SIZES) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and figures of each number of groups and names."""
+    for num_groups, num_former in sizes:
+        yield f"lighthouse-{num_groups}-{num_former}", measure(num_groups, num_former)
+
+
+def measure(num_groups: int, num_former: int, num_quorums: int = QUORUMS) -> dict[str, Any]:
+    """Let groups ask for quorums.
+
+    Returns:
+        Milliseconds of a quorum from the first request to the last reply (`median`, `longest`), and of the server's CPU
+        (`cpu`); `page_mb`, and milliseconds of its reader's CPU (`page_cpu`); `memory_mb` of the server.
+    """
+    command = [sys.executable, "-c", _SERVER, "lighthouse", "--bind", "127.0.0.1:0"]
+    with contextlib.ExitStack() as stack:
+        process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        former = [_member(slot % num_groups, slot).replica_id for slot in range(num_former)]
+        call_for_each(lambda names: _beat_once(address, names), _shares(former), "former", _AT_ONCE)
+        if former:
+            time.sleep(_SILENT_SECONDS)
+        names = [_member(slot, num_former + slot).replica_id for slot in range(num_groups)]
+        stop = threading.Event()
+        stack.callback(stop.set)
+        for share in _shares(names):
+            threading.Thread(target=_beat, args=(address, share, stop), daemon=True).start()
+        groups = call_for_each(lambda _: LighthouseClient(address, _LIMIT), names, "connect", _AT_ONCE)
+        _make_quorums(groups, names, _WARMUP)
+        before = _read_cpu(process.pid)
+        seconds = _make_quorums(groups, names, num_quorums)
+        cpu = _read_cpu(process.pid) - before
+        with urllib.request.urlopen(f"{address}/status") as answer:
+            page = answer.read()
+        began = time.thread_time()
+        Status.parse(page.decode())
+        page_cpu = time.thread_time() - began
+        memory = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
+        figures = {
+            "groups": num_groups,
+            "former": num_former,
+            "median": 1000 * statistics.median(seconds),
+            "longest": 1000 * max(seconds),
+            "cpu": 1000 * cpu / num_quorums,
+            "page_mb": len(page) / 1e6,
+            "page_cpu": 1000 * page_cpu,
+            "memory_mb": int(memory[1]) / 1000 if memory else None,
+        }
+    progress(f"{num_groups} groups, {num_former} ended processes: {figures['median']:.1f} ms")
+    return figures
+
+
+def _member(slot: int, number: int) -> Member:
+    """Return a name as long as those of a job are."""
+    return Member(slot, 1.7e9 + number, f"{number:032x}", "c0ffee0123456789", "bench", "10.0.0.1:29500", "0" * 16)
+
+
+def _shares(names: Sequence[str]) -> list[Sequence[str]]:
+    return [share for share in (names[number::_AT_ONCE] for number in range(_AT_ONCE)) if share]
+
+
+def _beat_once(address: str, names: Sequence[str]) -> None:
+    client = LighthouseClient(address, _LIMIT)
+    for name in names:
+        client.heartbeat(name)
+
+
+def _beat(address: str, names: Sequence[str], stop: threading.Event) -> None:
+    """Heartbeat for some groups until the server is about to end."""
+    client = LighthouseClient(address, _LIMIT)
+    while not stop.is_set():
+        with contextlib.suppress(RuntimeError):  # the server has ended just now
+            for name in names:
+                client.heartbeat(name)
+        stop.wait(_BEAT_SECONDS)
+
+
+def _make_quorums(groups: Sequence[LighthouseClient], names: Sequence[str], num_quorums: int) -> list[float]:
+    """Let all groups ask together; return the seconds of each quorum."""
+    barrier = threading.Barrier(len(groups))
+    times: list[list[tuple[float, float]]] = []
+
+    def ask(slot: int) -> None:
+        own = []
+        for step in range(num_quorums):
+            barrier.wait()
+            began = time.monotonic()
+            groups[slot].quorum(names[slot], _LIMIT, step=step)
+            own.append((began, time.monotonic()))
+        times.append(own)
+
+    call_for_each(ask, range(len(groups)), "ask", len(groups))
+    return [max(end for _, end in quorum) - min(began for began, _ in quorum) for quorum in zip(*times, strict=True)]
+
+
+def _read_cpu(pid: int) -> float:
+    """Return the CPU seconds that a process has used."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
