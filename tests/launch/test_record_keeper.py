@@ -26,7 +26,8 @@ class Started:
         self.processes: list[Process] = []
         self.obstacle: OSError | None = None
 
-    def start(self, name: str, command: list[str], log: Path) -> Any:
+    def start(self, name: str, command: list[str], log: Path, *, env: dict[str, str]) -> Any:
+        assert env == {"TITAN_FT_TOKEN": ""}, "it has no use for the token"
         if self.obstacle is not None:
             raise self.obstacle
         self.processes.append(Process())

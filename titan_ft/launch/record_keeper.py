@@ -12,6 +12,7 @@ from pathlib import Path
 from titan_ft.history.record.kept import MIN_BYTES
 from titan_ft.launch.group.children import Child, Children
 from titan_ft.run.log import event_files
+from titan_ft.system.token import TOKEN_ENV
 
 LOOK_SECONDS = 10.0
 """The sizes of the files are looked at this often."""
@@ -58,6 +59,7 @@ class RecordKeeper:
         self._num_bytes = num_bytes
         command = [sys.executable, "-m", "titan_ft.history.record.kept", str(self._folder)]
         try:
-            self._child = self._children.start("the keeper of the record", command, self._log)
+            # It reads files, and has no use for the token.
+            self._child = self._children.start("the keeper of the record", command, self._log, env={TOKEN_ENV: ""})
         except OSError:  # no room for a process on this host
             self._child = None
