@@ -109,7 +109,7 @@ NOTICED_BY: dict[str, tuple[str, str]] = {
     "transfer.snapshot.TrainState.load:_come_behind_copy": ("copy_beside_training", "gloo"),
     "transfer.snapshot.TrainState.load:synchronize": ("heal", "nccl"),
     "transfer.snapshot.TrainState.load:record_event": ("heal", "nccl"),
-    "transfer.state_server.StateServer._handle:wait": ("serve", "gloo"),
+    "transfer.state_server.StateServer._serve:wait": ("serve", "gloo"),
     "engine.strategy.StepStrategy.replay:synchronize": ("replay", "gloo"),
     "engine.strategy.StepStrategy.replay:record_event": ("replay", "gloo"),
 }
