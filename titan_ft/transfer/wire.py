@@ -164,8 +164,8 @@ class SealedStream:
         line = self.stream.readline(_MAX_LINE)
         if not line:
             return {}
-        text, seal = line[: -_SEAL_BYTES - 1], line[-_SEAL_BYTES - 1 : -1]
-        if not hmac.compare_digest(self._seal(self._others, text), seal):
+        text, end = line[: -_SEAL_BYTES - 1], line[-_SEAL_BYTES - 1 :]
+        if not hmac.compare_digest(self._seal(self._others, text) + b"\n", end):
             raise SealError("a line is not what the other end has sent")
         return msgspec.json.decode(text, type=Message)
 

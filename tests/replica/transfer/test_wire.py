@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from io import BufferedRWPair
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapsho
 
 from titan_ft.protocol.errors import RefusedError
 from titan_ft.transfer.state_fetch import ask_offer, fetch
-from titan_ft.transfer.wire import VERSION, Handshake, SealedStream, SealError, TransferError, prove
+from titan_ft.transfer.wire import VERSION, Handshake, SealedStream, SealError, TransferError, check_joiner, prove
 
 SECRET, FORGED = b"\xabthe weights\xcd", b"\xabevil bytes!\xcd"
 
@@ -236,3 +237,71 @@ def test_a_joiner_gets_what_the_relay_leaves_alone(donor: Donor, start_relay: Ca
     relay = start_relay(donor)
     donor.server.address = relay.address
     check_equal(fetch([relay.address], TOKEN, 5, "4", 1, DEADLINE), sent)
+
+
+def fuzz(valid: bytes, random: Random) -> bytes:
+    """Return a first line as somebody without the token may send it: noise, or a true one with changes."""
+    if random.random() < 0.3:
+        return random.randbytes(random.randrange(300))
+    line = bytearray(valid)
+    for _ in range(random.randrange(1, 4)):
+        place = random.randrange(len(line))
+        change = random.randrange(3)
+        if change == 0:
+            line[place] ^= 1 << random.randrange(8)
+        elif change == 1:
+            del line[place : place + random.randrange(1, 40)]
+        else:
+            line[place:place] = random.choice([b"[" * 500, b'"', b"\\u0000", b"9" * 400, b"\n", bytes([place % 256])])
+        line = line or bytearray(b"{")
+    return bytes(line)
+
+
+def refuse(donor: socket.socket, address: str) -> None:
+    """Let a donor take a connection; no reference to its end is left, so that it is closed."""
+    try:
+        check_joiner(donor, address, TOKEN)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # what its server expects
+        donor.close()
+        return
+    raise AssertionError("the donor has taken a stranger for a joiner")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_thousands_of_first_lines_prove_nothing(seed: int) -> None:
+    """A donor answers each with nothing but its greeting and a refusal, and raises only what its server expects."""
+    random, address = Random(seed), "127.0.0.1:1"
+    for _ in range(2500):
+        donor, joiner = socket.socketpair()
+        with donor, joiner:
+            nonce = random.randbytes(16).hex()
+            proof = Handshake("another token", nonce, nonce, address).proof("joiner")
+            joiner.sendall(
+                fuzz(json.dumps({"nonce": nonce, "proof": proof, "version": VERSION}).encode() + b"\n", random)
+            )
+            joiner.shutdown(socket.SHUT_WR)
+            refuse(donor, address)
+            heard = joiner.makefile("rb").readlines()
+            assert [*json.loads(heard[0])] == ["nonce", "version"]
+            assert all([*json.loads(line)] == ["refused"] for line in heard[1:])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_thousands_of_changed_lines_are_none(seed: int) -> None:
+    """After the handshake, of one who saw all that was said: whatever is not the next line is refused."""
+    random = Random(seed)
+    joiner, donor, wire = connect_ends()
+    for number in range(2500):
+        joiner.write({"step": number, "offset": number, "bytes": 7})
+        true = bytes(wire)
+        wire[:] = changed = fuzz(true, random)
+        last = donor._last
+        if not changed.startswith(true):
+            refused = pytest.raises(SealError) if changed else contextlib.nullcontext()
+            with refused:
+                assert donor.read() == {}
+            wire.clear()
+            donor._last = last
+            donor.stream.read()  # what is left in its buffer
+        wire[:] = true
+        assert donor.read()["step"] == number, "the true line still counts"
