@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -71,6 +72,15 @@ def dry_run(*arguments: str, **environment: str) -> list[str]:
 def test_scripts_are_valid_bash(script: str) -> None:
     """Each script at least parses."""
     subprocess.run(["/bin/bash", "-n", str(ROOT / "scripts" / script)], check=True)
+
+
+def test_ci_runs_no_code_that_can_be_replaced() -> None:
+    """An action's tag can be moved to other code, a commit cannot. An extra index may serve every package's name."""
+    workflows = [path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    used = re.findall(r"uses: *(\S+)", "\n".join(workflows))
+    assert used
+    assert [each for each in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", each)] == []
+    assert not any("extra-index" in text.lower().replace("_", "-") for text in workflows)
 
 
 def test_a_group_on_one_node_needs_no_rendezvous() -> None:
