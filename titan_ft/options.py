@@ -33,6 +33,10 @@ _RANKS_PER_NODE = ("--nproc-per-node",)
 _NODES = ("--nnodes",)
 
 
+QUIET_SECONDS = 40.0
+"""Before the end that --minutes sets: no fault comes any more, so that all groups are back when it is time to leave."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """Start a lighthouse and supervised replica groups on this host, and show how they do.

@@ -131,8 +131,15 @@ def _make(scenario: Scenario, strategy: Strategy, measured: Measured | None) -> 
         loses=scenario.groups.loses,
     )
     candidate = with_saves(candidate)
-    times = pressure(candidate) / measured.pressure if measured is not None and measured.pressure else 0.0
+    if measured is None or not measured.pressure or not _is_measured(costs, measured):
+        return candidate
+    times = pressure(candidate) / measured.pressure
     return replace(candidate, beyond=times if times > BEYOND else 0.0)
+
+
+def _is_measured(costs: Costs, measured: Measured) -> bool:
+    """True if a cost comes from the record."""
+    return costs.stall is measured.stall or costs.away is measured.away
 
 
 def _costs(given: Groups, gpus: int, measured: Measured | None) -> Costs:

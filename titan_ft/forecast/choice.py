@@ -205,8 +205,7 @@ def advise(ranked: Sequence[Forecast]) -> str:
     if turn is None:
         return f"{said}, and no input, changed by itself up to 16 times, turns that."
     name, factor = turn
-    change = f"{factor:.2g} times as high" if factor > 1 else f"{1 / factor:.2g} times as low"
-    return f"{said}, which would be better if {name} were {change}."
+    return f"{said}, which would be better if {name} were {factor:.2g} times what it is."
 
 
 def is_better(best: Forecast, other: Forecast) -> bool:

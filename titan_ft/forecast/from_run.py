@@ -7,9 +7,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from titan_ft.chaos.plan import Plan
 from titan_ft.config import ConfigError
 from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.scenario import DAY, Scenario, read_scenarios
+from titan_ft.options import QUIET_SECONDS
 
 TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """How much rarer failures are than in the run, in `scenarios_like`."""
@@ -26,7 +30,17 @@ def scenario_of_campaign(measured: Measured, plan: Path, seed: int | None, secon
     if seed is not None:
         failure["seed"] = seed
     (scenario,) = read_scenarios(_tables(measured, [failure], seconds, least), Path())
-    return scenario
+    plans = {name: _until_quiet(plan, seconds) for name, plan in scenario.plans.items()}
+    return msgspec.structs.replace(scenario, plans=plans)
+
+
+def _until_quiet(plan: Plan, seconds: float) -> Plan:
+    """Return the plan without the shots that a launch with --minutes injects no more."""
+    last = seconds - QUIET_SECONDS - plan.start_seconds
+    if plan.stop_after_seconds and plan.stop_after_seconds < last:
+        return plan
+    # 0 means never: a campaign that is over before its first shot ends at a moment before it.
+    return msgspec.structs.replace(plan, stop_after_seconds=max(last, 1e-9))
 
 
 def scenarios_like(measured: Measured, least: int) -> list[Scenario]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,8 @@ import msgspec
 from titan_ft.config import unwritable
 from titan_ft.forecast.candidate import Candidate, broken_nodes, estimate, standbys
 from titan_ft.forecast.choice import Case, Forecast, name_of, scaled, sensitivity
+from titan_ft.forecast.lengths import fit_weibull
+from titan_ft.forecast.logs import LoggedFailure
 from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.simulation import PARTS
 from titan_ft.forecast.table import NAMES, NOTES, case_notes, money_lost, notes_of, observation_rows, percentages
@@ -98,7 +101,17 @@ def _inputs(case: Case) -> list[tuple[str, str]]:
         rows.append(
             (f"failures: {kind.name}", ", ".join(f"{key} {value}" for key, value in values.items() if key != "name"))
         )
+        if kind.name in scenario.listed:
+            rows.append((f"gaps between the failures of {kind.name}", _describe_fit(scenario.listed[kind.name])))
     return rows
+
+
+def _describe_fit(listed: Sequence[LoggedFailure]) -> str:
+    """Return the Weibull distribution that fits the gaps of a file's failures."""
+    fit = fit_weibull([after.time - before.time for before, after in pairwise(listed)])
+    if fit is None:
+        return f"{len(listed)} failures, too few to fit"
+    return f"{fit.number} gaps, mean {fit.mean:.3g} s, shape {fit.shape:.2f} ({fit.low:.2f} to {fit.high:.2f})"
 
 
 # Charts

@@ -33,6 +33,7 @@ from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.run_status import RunStatus, shape
 from titan_ft.live.status_view import LaunchView
+from titan_ft.options import QUIET_SECONDS
 from titan_ft.run.appender import any_is_cut, retry_waiting
 from titan_ft.run.events import (
     Event,
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
 TICK_SECONDS = 0.1
 LOST_SECONDS = 10.0
 """What a lost group gets to be heard of again once all others have ended; then it is killed."""
-QUIET_SECONDS = 40.0
-"""Before the end that --minutes sets: no fault comes any more, so that all groups are back when it is time to leave."""
 
 
 @dataclass(frozen=True)
