@@ -258,7 +258,7 @@ def test_a_config_bounds_the_shape(tmp_path: Path, capsys: pytest.CaptureFixture
     found = {each["groups"]: each for each in case["candidates"] if each["strategy"] == "groups"}
     assert found[4]["exchange_seconds"] > found[2]["exchange_seconds"] > 0
     assert found[2]["time_percent"]["exchange"] > 50
-    assert case["notes"] == []
+    assert not any("not bounded" in note for note in case["notes"])
     sizes = tmp_path / "small-plan" / "sizes.json"
     assert len(json.loads(sizes.read_text())) == 2
     sizes.write_text(sizes.read_text().replace('"gpu_bytes": ', '"gpu_bytes": 9999999'))

@@ -68,6 +68,22 @@ def test_closed_forms_hold_inside_their_envelope(mtbf: float, groups: int, stall
     assert estimate(job) == pytest.approx(simulated, rel=0.01 if pressure(job) < 0.25 else 0.03)
 
 
+def test_closed_forms_know_stragglers_and_wrong_numbers() -> None:
+    """Their groups leave in order: nobody stalls, however long a stall is."""
+    slow = {
+        "name": "slow",
+        "effect": "slow",
+        "factor": 1.5,
+        "found_after": 300.0,
+        "mtbf": 9000,
+        "spacing": "memoryless",
+    }
+    corrupt = {"name": "sdc", "effect": "corrupt", "found_after": 600.0, "mtbf": 9000, "spacing": "memoryless"}
+    job = candidate(failure=[slow, corrupt], job={"step": 2.0, "groups": 6}, groups={"stall": 500.0, "away": 300.0})
+    simulated = fmean(simulate(job, seed, 40 * DAY).effective for seed in range(4))
+    assert estimate(job) == pytest.approx(simulated, rel=0.01)
+
+
 @pytest.mark.parametrize("groups", [4, 32])
 def test_the_form_of_rounds(groups: int) -> None:
     job = candidate(

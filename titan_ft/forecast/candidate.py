@@ -185,6 +185,12 @@ def group_rate(candidate: Candidate) -> float:
     return sum(1 / mtbf_of(kind, candidate.scenario) for kind in candidate.scenario.failures if kind.scope != "job")
 
 
+def stall_rate(candidate: Candidate) -> float:
+    """Return how often a group stops without notice; a straggler or a corrupt group that was found leaves in order."""
+    kinds = [kind for kind in candidate.scenario.failures if kind.scope != "job" and kind.effect == "stop"]
+    return sum(1 / mtbf_of(kind, candidate.scenario) for kind in kinds)
+
+
 def job_rate(candidate: Candidate) -> float:
     """Return how often a failure takes the whole job away at once."""
     return sum(1 / mtbf_of(kind, candidate.scenario) for kind in candidate.scenario.failures if kind.scope == "job")
@@ -204,7 +210,8 @@ def lost_state_rate(candidate: Candidate) -> float:
 def pressure(candidate: Candidate) -> float:
     """Return the share of the time that failures take if none of their costs overlap."""
     costs = candidate.costs
-    return group_rate(candidate) * (costs.stall.mean + costs.rejoin.mean + costs.away.mean / candidate.groups)
+    late = stall_rate(candidate) * costs.stall.mean + group_rate(candidate) * costs.rejoin.mean
+    return late + group_rate(candidate) * costs.away.mean / candidate.groups
 
 
 # Closed forms
@@ -279,17 +286,19 @@ def _restarts(candidate: Candidate, is_even: bool) -> float:
 def _groups(candidate: Candidate, is_even: bool) -> float:
     """Return the share of time in which a group trains and is not stalled, times the cost of the groups' returns."""
     costs, groups, step = candidate.costs, candidate.groups, candidate.step
-    rate = group_rate(candidate)
+    rate, sudden = group_rate(candidate), stall_rate(candidate)
     stall, away, rejoin = costs.stall.mean, costs.away.mean, costs.rejoin.mean
     if candidate.strategy == "rounds":
         # A stall only in the exchange; a group that was hit loses its round, one that comes back makes the rest of one.
         stall = stall * candidate.exchange / (step + candidate.exchange)
     each = rate / groups
+    # A stalled group that is away as well counts once.
+    apart = max(0.0, each * away - sudden / groups * min(stall, away))
     if is_even:
-        share = max(0.0, 1 - rate * stall - each * max(0.0, away - stall) - rate * rejoin)
+        share = max(0.0, 1 - sudden * stall - apart - rate * rejoin)
     else:
         up = math.exp(-each * away)
-        share = math.exp(-rate * up * stall - each * max(0.0, away - stall)) / (1 + rate * up * rejoin)
+        share = math.exp(-sudden * up * stall - apart) / (1 + rate * up * rejoin)
     if candidate.strategy == "rounds" and rate > 0:
         share *= -math.expm1(-each * step) / (each * step)
     absent = groups * -math.expm1(-each * away)
