@@ -155,6 +155,7 @@ def test_the_toml_of_0_2_becomes_a_config_of_0_3() -> None:
         ("--parallelism.expert_tensor_parallel_degree=2", "parallelism.expert_tensor_parallel_degree must be 1 with"),
         ("--debug.enable_structured_logging", "debug.enable_structured_logging must be False with torchtitan 0.3"),
         ("--job.custom_config_module=mine", 'job.custom_config_module must be "titan_ft.config" with torchtitan 0.3'),
+        ("--parallelism.context_parallel_degree=4", r"training.seq_len must be a multiple of 128 x .* \(4\) with"),
         ("--checkpoint.keep_latest_k=1", "at least 2 checkpoint replicas"),
         ("--training.sequence=1", "--training.sequence is no flag of torchtitan; did you mean --training.seq_len"),
         ("--model.flavor=9B", "model.flavor must be one of 1B, .* got '9B'"),
@@ -175,6 +176,8 @@ def test_a_validation_has_its_own_batches_or_those_of_the_training() -> None:
     with pytest.raises(ConfigError, match=r"validation.local_batch_size must be training.local_batch_size \(2\)"):
         read(*stages)
     assert read(*stages, "--validation.local_batch_size=2").validation.seq_len == 256
+    with pytest.raises(ConfigError, match="must be false with the schedule ZBVZeroBubble"):
+        read(*stages, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble")
     with pytest.raises(ConfigError, match=r"validation.seq_len must be <= training.seq_len \(128\)"):
         read("--validation.enable", "--training.seq_len=128")
 

@@ -168,6 +168,7 @@ _ONE_VALUE = {
     "debug.enable_structured_logging": "all groups would write to the same files",
 }
 """Fields of the TOML with one value on 0.3, which is their default, and the reason."""
+_BLOCK = 128  # tokens of a block in a mask of attention
 _KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
 """Values of `job.custom_config_module` that only add the table [fault_tolerance]."""
 
@@ -283,8 +284,33 @@ def _refuse(job_config: Any) -> None:
         only = getattr(_TABLES[table](), name)
         if value != only:
             raise ConfigError(f"{full} must be {only!r} with torchtitan 0.3 ({reason}), got {value!r}; remove it")
-    if not job_config.validation.enable or job_config.parallelism.pipeline_parallel_degree == 1:
+    for rule in (_refuse_sequences, _refuse_validation):
+        rule(job_config)
+
+
+def _refuse_sequences(job_config: Any) -> None:
+    """Refuse sequences that context parallelism cannot deal out, which torch says only in the first step."""
+    cp = job_config.parallelism.context_parallel_degree
+    tables = ("training", "validation") if job_config.validation.enable else ("training",)
+    for table in tables:
+        length = getattr(job_config, table).seq_len
+        if cp > 1 and length % (_BLOCK * cp):
+            raise ConfigError(
+                f"{table}.seq_len must be a multiple of {_BLOCK} x parallelism.context_parallel_degree ({cp}) with "
+                f"torchtitan 0.3, which deals out blocks of attention, got {length}; change one of them"
+            )
+
+
+def _refuse_validation(job_config: Any) -> None:
+    """Refuse what a pipeline of 0.3 cannot validate."""
+    parallel = job_config.parallelism
+    if not job_config.validation.enable or parallel.pipeline_parallel_degree == 1:
         return
+    if parallel.pipeline_parallel_schedule == "ZBVZeroBubble":
+        raise ConfigError(
+            "validation.enable must be false with the schedule ZBVZeroBubble on torchtitan 0.3, got true: torch has no "
+            "forward without a backward for it; set it to false, or take another schedule"
+        )
     for name in ("local_batch_size", "seq_len"):
         value, trained = getattr(job_config.validation, name), getattr(job_config.training, name)
         if value != trained:
