@@ -124,7 +124,7 @@ def test_what_a_simulated_run_is_made_of_is_measured_again() -> None:
 
 def test_beyond_the_pressure_of_the_record_it_says_so() -> None:
     found = measured_of(events_of(3, 2000.0))
-    rarest, *_, same, _, often = [make_candidates(case, found)[0] for case in scenarios_like(found, 1)][::-1]
+    rarest, *_, same, _, often = [make_candidates(case, found)[0] for case in scenarios_like(found, 1)[:5]][::-1]
     assert often.beyond > 3
     assert (same.beyond, rarest.beyond) == (0, 0)
 

@@ -156,10 +156,11 @@ def test_the_same_as_json(scenario: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_run_without_a_scenario(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Five cases, from four times the failures to a quarter of them, with the observations they rest on."""
+    """Five cases, from four times the failures to a quarter of them, each with half of the groups as well."""
     assert main(["plan", "--like", str(run_dir), "--seeds", "2"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("failure[0].mtbf = ") == 5
+    assert shown.count("│ 4 groups of 1 ") == shown.count("│ 2 groups of 2 ") == 5
     assert "BEYOND THE RECORD" in shown
     assert re.search(r"stall: a step with a death is late by +[\d.]+ s +\d+ observations", shown)
     assert (run_dir / "plan" / "index.html").exists()
@@ -174,6 +175,8 @@ def test_a_campaign_before_it_runs(run_dir: Path, capsys: pytest.CaptureFixture[
     assert figures["counts"]["failures"]["mean"] + figures["counts"]["skipped"]["mean"] == pytest.approx(17), (
         "each 15 s from 15 s on, until a launch of 5 minutes injects no more, 40 s before its end"
     )
+    assert main([*words, "--minutes", "0.8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["failures"]["mean"] == 0, "48 s: it is over before the first"
 
 
 def test_the_drawn_failures_as_a_trace(scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,14 +37,15 @@ def scenario_of_campaign(measured: Measured, plan: Path, seed: int | None, secon
 def _until_quiet(plan: Plan, seconds: float) -> Plan:
     """Return the plan without the shots that a launch with --minutes injects no more."""
     last = seconds - QUIET_SECONDS - plan.start_seconds
+    if last <= 0:
+        return msgspec.structs.replace(plan, rules=())
     if plan.stop_after_seconds and plan.stop_after_seconds < last:
         return plan
-    # 0 means never: a campaign that is over before its first shot ends at a moment before it.
-    return msgspec.structs.replace(plan, stop_after_seconds=max(last, 1e-9))
+    return msgspec.structs.replace(plan, stop_after_seconds=last)
 
 
 def scenarios_like(measured: Measured, least: int) -> list[Scenario]:
-    """Return cases of a run whose failures are rarer and more frequent, and for whose groups there are few nodes.
+    """Return cases of a run whose failures are rarer and more frequent, each also with half of its groups.
 
     Raises:
         ConfigError: the run had no failure, or none from which a group came back.
@@ -59,7 +60,11 @@ def scenarios_like(measured: Measured, least: int) -> list[Scenario]:
         failure |= {"spacing": "weibull", "shape": fit.shape}
     else:
         failure["spacing"] = "memoryless"
-    return read_scenarios(_tables(measured, [failure], DAY, least), Path())
+    tables = _tables(measured, [failure], DAY, least)
+    half = measured.groups // 2
+    if measured.groups % 2 == 0 and half >= max(2, least):
+        tables["job"]["groups"] = [measured.groups, half]
+    return read_scenarios(tables, Path())
 
 
 def _tables(measured: Measured, failures: list[dict[str, Any]], seconds: float, least: int) -> dict[str, Any]:
