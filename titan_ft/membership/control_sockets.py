@@ -7,8 +7,8 @@ when a connection begins, ends or brings a frame. One thread waits for all socke
 ever blocks. Other threads give the node their events directly, and so send without waiting for that
 thread.
 
-A frame is preceded by its length in 4 bytes, big-endian. Each connection begins with the handshake
-of `control_handshake.py`.
+A frame stands between its length in 4 bytes, big-endian, and its seal. Each connection begins with
+the handshake of `control_handshake.py`, which the seals depend on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from titan_ft.membership.control_handshake import (
     ANSWER_BYTES,
     HELLO_BYTES,
     REPLY_BYTES,
+    SEAL_BYTES,
     ChildHandshake,
+    FrameSeal,
     HandshakeError,
     Identity,
     ParentHandshake,
@@ -345,10 +347,13 @@ class ControlSockets:
         self._flush(connection)
 
     def _take_answer(self, connection: _Connection, end: ParentHandshake, answer: bytes) -> None:
-        self._join(connection, end.child, end.check(answer))
+        identity = end.check(answer)
+        connection.own_seal, connection.others_seal = end.seals()
+        self._join(connection, end.child, identity)
 
     def _take_reply(self, connection: _Connection, end: ChildHandshake, reply: bytes) -> None:
         connection.unsent += end.answer(reply)
+        connection.own_seal, connection.others_seal = end.seals()
         assert connection.dialed is not None
         self._join(connection, connection.dialed, self._parent)
         self._flush(connection)
@@ -381,10 +386,14 @@ class ControlSockets:
                 self._end(connection, f"a frame of {length} bytes; the longest has {MAX_BYTES}")
                 return
             end = _LENGTH_BYTES + length
-            if len(received) < end:
+            if len(received) < end + SEAL_BYTES:
                 return
-            frame = bytes(received[_LENGTH_BYTES:end])
-            del received[:end]
+            frame, found = bytes(received[_LENGTH_BYTES:end]), bytes(received[end : end + SEAL_BYTES])
+            del received[: end + SEAL_BYTES]
+            assert connection.others_seal is not None, "a neighbour has proved the token"
+            if not connection.others_seal.is_seal(found, frame):
+                self._end(connection, "a frame is not what the other end has sent")
+                return
             self.call(partial(self._node.receive, peer, frame))
 
     # Reading and writing
@@ -530,6 +539,8 @@ class _Connection:
         dialed: rank that this end connected to; None = the other end connected.
         peer: rank at the other end, once it has proved the token.
         process: at the other end; None = not known.
+        own_seal: of the frames of this end, once both ends have proved the token.
+        others_seal: of the frames of the other end.
         is_accepted: the host of the parent has accepted the connection.
         unsent: bytes.
         received: bytes that are not taken yet.
@@ -539,6 +550,8 @@ class _Connection:
         self.socket, self.dialed = connection, dialed
         self.peer: int | None = None
         self.process: Process | None = None
+        self.own_seal: FrameSeal | None = None
+        self.others_seal: FrameSeal | None = None
         self.unsent, self.received = bytearray(), bytearray()
         self.waits_to_write = self.is_accepted = self.closed = False
         self._length = 0
@@ -561,8 +574,10 @@ class _Connection:
 
     def write_frame(self, frame: bytes) -> None:
         """Add a frame to the unsent bytes."""
+        assert self.own_seal is not None, "a neighbour has proved the token"
         self.unsent += len(frame).to_bytes(_LENGTH_BYTES, "big")
         self.unsent += frame
+        self.unsent += self.own_seal.make(frame)
 
 
 def _refuse(_: bytes) -> None:

@@ -51,6 +51,7 @@ class Relay:
     Attributes:
         connections: pairs of sockets, the child's first.
         chunks: the bytes that the children have sent and got, in this order.
+        change: returns what is handed on in place of a chunk.
         open: is cleared to keep all chunks back.
     """
 
@@ -61,6 +62,7 @@ class Relay:
         self.address = join_address(*self._server.getsockname())
         self.connections: list[tuple[socket.socket, socket.socket]] = []
         self.chunks: list[bytes] = []
+        self.change: Callable[[bytes], bytes] = lambda chunk: chunk
         self.open = threading.Event()
         self.open.set()
         self._lock = threading.Lock()
@@ -103,7 +105,7 @@ class Relay:
                     self.chunks.append(data)
                     resets = len(self.chunks) - 1 == self._reset_at
                 if not (resets and self._loses):
-                    target.sendall(data)
+                    target.sendall(self.change(data))
                 if resets:
                     self.reset()
         for end in (source, target):

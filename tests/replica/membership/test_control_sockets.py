@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import math
 import os
 import shutil
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from titan_ft.membership.control_handshake import (
     ANSWER_BYTES,
     HELLO_BYTES,
     REPLY_BYTES,
+    SEAL_BYTES,
     ChildHandshake,
     HandshakeError,
     Identity,
@@ -191,6 +193,46 @@ def test_a_thousand_strangers(group: ControlGroup) -> None:
         check_nothing_has_changed(group)
 
 
+TAMPERED: dict[str, Callable[[bytes], bytes]] = {
+    "changed": lambda chunk: chunk.replace(b"aye", b"nay"),
+    "repeated": lambda chunk: chunk + chunk,
+    "added": lambda chunk: b"\0\0\0\3abc" + bytes(SEAL_BYTES) + chunk,
+}
+
+
+@pytest.mark.parametrize("how", TAMPERED)
+def test_a_relay_changes_no_frame(group: ControlGroup, how: str) -> None:
+    """It has handed the handshake on. What it makes of a frame ends the connection, which is made again."""
+    tampered: list[bytes] = []
+
+    def tamper(chunk: bytes) -> bytes:
+        if b"aye" not in chunk or tampered:
+            return chunk
+        tampered.append(chunk)
+        return TAMPERED[how](chunk)
+
+    relay_of(group).change = tamper
+    sockets = group.trees[0]._sockets
+    assert sockets is not None
+    answers = group.on_each(lambda tree: tree.rank0_decides(["aye"], join_words), group.trees)
+    assert tampered
+    assert answers == ["aye"] * 3
+    assert "a frame is not what the other end has sent" in sockets.last_error
+    check_nothing_has_changed(group)
+
+
+def test_a_frame_that_is_sent_back_is_none() -> None:
+    """Each direction has a key of its own, and each place in it a number."""
+    child = ChildHandshake(SECRET, 3, 0, NOBODY)
+    parent = ParentHandshake(SECRET, 0, range(1, 17), child.hello)
+    parent.check(child.answer(parent.reply))
+    (childs, parents), (_, seen) = child.seals(), parent.seals()
+    first = childs.make(b"aye")
+    assert not parents.is_seal(first, b"aye")
+    assert seen.is_seal(first, b"aye")
+    assert not seen.is_seal(first, b"aye")
+
+
 @pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", b"\0\0\0\0", b"\0\0\0\3abc"])
 def test_a_child_that_sends_no_frames(sent: bytes) -> None:
     """Too long a frame, an empty one and garbage close its connection. The true child comes after it."""
@@ -200,7 +242,9 @@ def test_a_child_that_sends_no_frames(sent: bytes) -> None:
     with socket.create_connection(split_address(address)) as connection:
         handshake = ChildHandshake(Secret(TOKEN, "group/0"), 1, 0, NOBODY)
         connection.sendall(handshake.hello)
-        connection.sendall(handshake.answer(connection.recv(REPLY_BYTES, socket.MSG_WAITALL)) + sent)
+        answer = handshake.answer(connection.recv(REPLY_BYTES, socket.MSG_WAITALL))
+        own_seal, _ = handshake.seals()
+        connection.sendall(answer + sent + own_seal.make(sent[4:]))
         assert is_closed(connection)
     child = make_tree(1, 2, store)
     with ControlGroup(1) as pool:
@@ -275,6 +319,9 @@ def test_both_ends_prove_the_token() -> None:
     assert HELLO_BYTES + ANSWER_BYTES <= 256
     assert parent.child == 3
     assert parent.check(answer) == identity
+    for (own, _), (_, others) in itertools.permutations([child.seals(), parent.seals()]):
+        for frame in (b"one", b"two", b"two"):
+            assert others.is_seal(own.make(frame), frame)
     with pytest.raises(HandshakeError):
         parent.check(answer.replace(b"node-3", b"node-4"))
 
