@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Run tests with the other release of torchtitan: bash scripts/test_host.sh [--torch VERSION] [pytest arguments]
-usage='usage: test_host.sh [--torch VERSION] [pytest arguments]
+# Run tests with the other release of torchtitan: bash scripts/test_host.sh [pytest arguments]
+usage='usage: test_host.sh [pytest arguments]
 Runs tests with torchtitan 0.3.0: the contract with it, parity with stock FSDP and PP, a kill and a heal, a resume, a
-method of rounds; four minutes on two cores. Makes .venv and .venv-host first, which has that release beside the
-packages of .venv, its torch among them. Where the release cannot be had, a line says so, and the status is 0.
-  --torch VERSION   install this release of torch too, with its libraries (3 GB)
+method of rounds. Makes .venv and .venv-host first, which has that release and its torch (3 GB with its libraries)
+beside the packages of .venv. Where they cannot be had, a line says so, and the status is 0.
 With pytest arguments: these tests alone. Tests that name parts of torchtitan 0.2.2 fail there.'
-torchtitan=0.3.0 others=(spmd_types==0.2.3 torch_checkpointing==0.1.1) # what it needs besides
+torchtitan=0.3.0 torch=2.14.1 others=(spmd_types==0.2.3 torch_checkpointing==0.1.1) # what it needs besides
 runs=(
-    tests/host
+    tests/host/test_titan.py tests/host/test_titan_0_3.py
     'tests/integration/test_kill.py::test_kill_at_point[2-vote_before]'
     'tests/integration/test_parallelism.py::test_parity[fsdp]'
     'tests/integration/test_parallelism.py::test_parity[pp]'
@@ -20,28 +19,23 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh
 help_first "$@"
-torch=""
-if [[ ${1:-} == --torch ]]; then
-    (($# >= 2)) || refuse "--torch needs a value"
-    torch=$2
-    shift 2
-fi
 source scripts/setup_env.sh
 
-venv=$PWD/.venv-host${torch:+-$torch}
+venv=$PWD/.venv-host
 install() { # pip's arguments
     "$TITAN_FT_PYTHON" -m pip --python "$venv/bin/python" install -qq "$@"
 }
 packages=$("$TITAN_FT_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 stamp="$torchtitan $torch ${others[*]} $packages"
 if [[ ! -f $venv/stamp || $(<"$venv/stamp") != "$stamp" ]]; then
-    echo "Setting up $venv with torchtitan $torchtitan${torch:+ and torch $torch}"
+    echo "Setting up $venv with torchtitan $torchtitan and torch $torch (3 GB)"
     rm -rf "$venv"
     "$TITAN_FT_PYTHON" -m venv --without-pip "$venv"
-    # --no-deps: the rest is in .venv, whose constraints name the other release.
-    if ! install --no-deps "torchtitan==$torchtitan" "${others[@]}" || ! { [[ -z $torch ]] || install "torch==$torch"; }; then
+    grep -vE '^(torch|torchtitan|triton)==' constraints.txt >"$venv/constraints.txt"
+    # --no-deps: the rest is in .venv.
+    if ! install --no-deps "torchtitan==$torchtitan" "${others[@]}" || ! install -c "$venv/constraints.txt" "torch==$torch"; then
         rm -rf "$venv"
-        echo "torchtitan $torchtitan${torch:+ or torch $torch} cannot be had from here: it is not tested" >&2
+        echo "torchtitan $torchtitan or torch $torch cannot be had from here: it is not tested" >&2
         exit 0
     fi
     # After pip, which would take the other environment's packages for installed ones.

@@ -10,6 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed
+
+from titan_ft.config import ConfigError
+from titan_ft.host import release
 from titan_ft.host.release import RELEASES
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +48,14 @@ def test_a_checkout_that_lacks_what_is_needed_is_named(tmp_path: Path) -> None:
         "(module 'torchtitan.config' has no attribute 'JobConfig'); start from another folder: Python looks in the "
         "working folder first\n"
     )
+
+
+def test_a_torch_that_is_too_old_for_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.3.0 trains a step with torch 2.13, and each worker ended after that with an AttributeError."""
+    monkeypatch.setattr(release, "series", lambda: "0.3")
+    monkeypatch.delattr(torch.distributed, "set_timeout", raising=False)
+    with pytest.raises(ConfigError, match=r"torch must be release 2\.14 with torchtitan 0\.3\.0, got"):
+        release.check_torchtitan()
 
 
 def test_a_checkout_that_has_it_works(tmp_path: Path) -> None:

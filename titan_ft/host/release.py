@@ -15,6 +15,9 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+import torch.distributed
+
 from titan_ft.config import ConfigError
 
 RELEASES = ("0.2.2", "0.3.0")
@@ -52,8 +55,13 @@ def check_torchtitan() -> None:
     """Import what is needed first of torchtitan.
 
     Raises:
-        ConfigError: there is none, or one that does not offer what is needed.
+        ConfigError: there is none, or one that does not offer what is needed, or torch is too old for it.
     """
+    if series() == "0.3" and not hasattr(torch.distributed, "set_timeout"):  # 0.3.0 calls it after its first step
+        raise ConfigError(
+            f"torch must be release 2.14 with torchtitan {RELEASES[1]}, got {torch.__version__}; "
+            "pip install torch==2.14.1"
+        )
     with expect_torchtitan():
         for name, attributes in _OFFERED[series()].items():
             module = importlib.import_module(name)
