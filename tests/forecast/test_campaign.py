@@ -90,7 +90,7 @@ def test_second_halves_follow_from_first_halves(tmp_path: Path) -> None:
 def test_a_campaign_is_predicted_before_it_runs(tmp_path: Path) -> None:
     """By `--chaos blog_15s`, from the record of another campaign: steps, and every fault that hits."""
     (tmp_path / "kills.toml").write_text(PLAN)
-    campaign(tmp_path / "before", str(tmp_path / "kills.toml"), 1.5, 4)
+    campaign(tmp_path / "before", str(tmp_path / "kills.toml"), 1.5, 7)
     words = ["plan", "--chaos", "blog_15s", "--from", str(tmp_path / "before"), "--minutes", "2", "--json"]
     done = subprocess.run([sys.executable, "-m", "titan_ft", *words, "--seeds", "100"], capture_output=True, check=True)
     counts = json.loads(done.stdout)["counts"]
