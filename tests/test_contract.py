@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import inspect
+import os
+import socket
 import sys
 from datetime import timedelta
 from typing import Annotated, Any, Literal
@@ -20,6 +22,7 @@ import torch.distributed as dist
 import tyro
 
 from titan_ft.host import cpu
+from titan_ft.membership import control_pings
 
 cpu.prepare()
 
@@ -225,6 +228,19 @@ def test_torchtitan_dist_utils() -> None:
     assert {"max_norm", "foreach", "pp_mesh", "ep_enabled"} <= set(parameters(utils.clip_grad_norm_))
     assert parameters(utils.set_pg_timeouts) == ["timeout", "parallel_dims"]
     assert "barrier(device_ids=" in inspect.getsource(utils.set_pg_timeouts)
+
+
+def test_a_store_answers_pings() -> None:
+    """Its native thread does, in the bytes that `control_pings` sends: no other message needs no key and no waiting."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+        )
+    with socket.create_connection(("127.0.0.1", port), timeout=5.0) as connection:
+        connection.sendall(control_pings._VALIDATE + control_pings._PING.pack(control_pings._PING_TYPE, 77))
+        assert connection.recv(64) == control_pings._ANSWER.pack(77)
+    assert store.port == port
 
 
 def test_torchft_coordination() -> None:

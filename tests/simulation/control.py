@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation import standins
 from tests.simulation.kernel import Task
+from titan_ft.protocol.control.heartbeat import HeartbeatWatch
 from titan_ft.protocol.control.node import Action, Close, Connect, Node, Send
 from titan_ft.system.address import split_address
 
@@ -66,6 +67,10 @@ class Wire:
         """True if the process at the other end has ended: the ranks of a simulated group share a host."""
         return self._other(end).has_ended
 
+    def answers_pings(self, end: SimulatedSockets) -> bool:
+        """True if the process at the other end answers at once."""
+        return self._other(end).answers(end)
+
     def _other(self, end: SimulatedSockets) -> SimulatedSockets:
         child, parent = self._ends
         return parent if end is child else child
@@ -85,6 +90,16 @@ class Wire:
         return self._last_arrival[target]
 
 
+class SimulatedEcho:
+    """`titan_ft.membership.control_pings.EchoServer`: each process answers as long as it runs."""
+
+    def __init__(self, host: str) -> None:
+        self.address = host
+
+    def close(self) -> None:
+        """See `EchoServer`."""
+
+
 class SimulatedSockets:
     """`titan_ft.membership.control_sockets.ControlSockets` on the simulated network."""
 
@@ -98,6 +113,7 @@ class SimulatedSockets:
         rank: int,
         children: range,
         host: str,
+        patience: float,
         on_action: Callable[[Action], None],
         on_turn: Callable[[], None],
         **of_real_sockets: Any,
@@ -110,6 +126,7 @@ class SimulatedSockets:
         self._process = self.kernel.process
         self._place = self._world.ranks[self._process].node
         self._wires: dict[int, Wire] = {}
+        self._watch = HeartbeatWatch(patience)
         self._events: deque[Callable[[], None]] = deque()
         self._dial: object = None  # the attempt under way
         self._parent: SimulatedSockets | None = None
@@ -149,6 +166,7 @@ class SimulatedSockets:
                     self._dial = None
                     if (wire := self._wires.pop(peer, None)) is not None:
                         wire.end(self)
+                        self._watch.remove(peer)
                 case Connect():
                     self._connect()
                 case other:
@@ -163,6 +181,10 @@ class SimulatedSockets:
     def has_ended(self) -> bool:
         """True if the rank's process has ended."""
         return self._process.dead
+
+    def answers(self, peer: SimulatedSockets) -> bool:
+        """True if this rank's process runs, and the link to the peer works."""
+        return self._process.runs and self._world.network.usable(self._place, peer._place)
 
     def wake(self) -> None:
         """See `ControlSockets`."""
@@ -185,10 +207,20 @@ class SimulatedSockets:
                 now = standins.TIME.monotonic()
                 if now >= self._node.next_tick:
                     self.call(self._node.tick)
-                rest = self._node.next_tick - now
+                if now >= self._watch.next_look:
+                    self._ping(now)
+                rest = min(self._node.next_tick, self._watch.next_look) - now
             self._on_turn()
             if not self._events and not self._closed:
                 self.kernel.block(min(max(rest, 0.0), 3600.0))
+
+    def _ping(self, now: float) -> None:
+        """Look which children answer. Their native threads do, whatever Python does in these processes."""
+        for child, wire in self._wires.items():
+            if wire.answers_pings(self):
+                self._watch.note_answer(child, now)
+        for child, seconds in self._watch.look(now).items():
+            self.call(partial(self._node.fall_silent, child, seconds))
 
     def add(self, event: Callable[[], None]) -> None:
         """Let the thread take an event; the world's code calls this."""
@@ -206,6 +238,7 @@ class SimulatedSockets:
         peer = wire.peer_of(self)
         if self._wires.get(peer) is wire:
             del self._wires[peer]
+            self._watch.remove(peer)
             self.call(partial(self._node.disconnected, peer, has_ended=wire.has_ended_at_peer(self)))
 
     # Connections
@@ -259,6 +292,8 @@ class SimulatedSockets:
         if (former := self._wires.pop(peer, None)) is not None:
             former.end(self)
         self._wires[peer] = wire
+        if peer > self.rank:  # a child
+            self._watch.add(peer, standins.TIME.monotonic())
         self._changed.notify_all()
         self.call(lambda now: self._node.connected(peer, now))
 

@@ -258,7 +258,6 @@ class ManagerServer:
         process: Process,
         node: Node,
         *,
-        lighthouse_node: Node = LIGHTHOUSE,
         address: str,
         replica_id: str,
         store_addr: str,
@@ -268,7 +267,7 @@ class ManagerServer:
         **_: Any,
     ) -> None:
         self.kernel, self.network, self.lighthouse = kernel, network, lighthouse
-        self.process, self.node, self._lighthouse_node = process, node, lighthouse_node
+        self.process, self.node = process, node
         self.replica_id = replica_id
         self._address, self._store_address, self._world_size = address, store_addr, world_size
         self._interval = heartbeat_interval.total_seconds()
@@ -300,7 +299,7 @@ class ManagerServer:
     # Heartbeats
 
     def _look(self) -> None:
-        reaches = self.network.usable(self.node, self._lighthouse_node)
+        reaches = self.network.usable(self.node, LIGHTHOUSE)
         beats = self.running and self.process.runs and reaches and self.lighthouse.listens
         if beats != self._beating:
             self._beating = beats
@@ -345,7 +344,7 @@ class ManagerServer:
                     state["over"] = True
                     self._answer(formed)
 
-            self._send(self._lighthouse_node, self.node, arrive)
+            self._send(LIGHTHOUSE, self.node, arrive)
 
         def deliver() -> None:
             if state["over"]:
@@ -355,7 +354,7 @@ class ManagerServer:
             else:
                 again()
 
-        self._send(self.node, self._lighthouse_node, deliver)
+        self._send(self.node, LIGHTHOUSE, deliver)
         self.kernel.after(timeout, again)
 
     def _send(self, source: Node, target: Node, act: Callable[[], None]) -> None:

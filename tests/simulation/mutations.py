@@ -35,10 +35,11 @@ from titan_ft.gradients.bucket import Bucket
 from titan_ft.gradients.flight import Flight
 from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
-from titan_ft.membership import group, membership, partition, pulse, rank_watch
+from titan_ft.membership import group, membership, partition, pulse
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.protocol import decision, healing, member, verdict
 from titan_ft.protocol.control import link as control_links
+from titan_ft.protocol.control.node import Node
 from titan_ft.protocol.errors import GaveUpError
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import RoundReport
@@ -519,7 +520,7 @@ def other_shape_is_admitted(patch: Patch) -> None:
 @mutation(kinds=("freeze", "cut_ranks"), promises=("liveness",))
 def other_hosts_not_watched(patch: Patch) -> None:
     """Of a group's hosts the first one only is watched."""
-    substitute(patch, rank_watch.RankWatch, "_report", lambda self, silent, seconds: False)
+    substitute(patch, Node, "fall_silent", lambda self, peer, seconds, now: [])
 
 
 @mutation(kinds=("hang",), promises=("nothing silent",))

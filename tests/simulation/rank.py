@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,8 @@ from titan_ft.gradients.exchange import GradientExchange, Reduced
 from titan_ft.membership.control_tree import Announcement, ControlTree
 from titan_ft.membership.group import Group
 from titan_ft.membership.membership import Membership
-from titan_ft.membership.rank_watch import RankWatch
+from titan_ft.membership.pulse import SILENT_BEATS
+from titan_ft.protocol.control.node import Lose
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.healing import Phase
 from titan_ft.protocol.ledger import Ledger
@@ -153,7 +155,6 @@ class Rank:
         self.renewals = 0  # newer states that it has fetched in this heal, because its queue was full
         self.sent = 0  # values of gradients that it has summed with others in the last round
         self.found: int | None = None  # step of the checkpoint that it has chosen, or NO_STEP
-        self.rank_watch: RankWatch | None = None
         self.dimension: ReplicaDimension
         self.saves = Saves(self)
         self._sent_before = 0
@@ -242,10 +243,18 @@ class Rank:
         finally:
             watchdog.close()
             self._membership.close()
-            if self.rank_watch is not None:
-                self.rank_watch.close()
             self._server.close()
         self.saves.close()
+
+    def _hear_loss(self, events: Any, loss: Lose) -> None:
+        """End rank 0 if another rank is silent, as `Links` does."""
+        if loss.silent_seconds:
+            silent = RankSilent(ranks=[loss.rank], hosts=[loss.host], seconds=loss.silent_seconds)
+            end_process(
+                1,
+                lambda: events.emit(silent),
+                lambda: "_membership" in vars(self) and self._membership.fall_silent(),
+            )
 
     def _leave(self) -> None:
         """Leave the other groups, as the trainer does."""
@@ -276,6 +285,7 @@ class Rank:
             store=control_store,
             key=f"titan_ft/control/{self.slot}/{self.group.attempt}",
             name=world.host(self.node),
+            patience=SILENT_BEATS * config.heartbeat_timeout_ms / 1000,
             fan_out=FAN_OUT,
         )
         self.drain = self._drain = Drain(
@@ -301,22 +311,8 @@ class Rank:
         server = SnapshotServer(world.kernel, process, self.node, config.process_group_timeout_ms / 1000)
         world.transfers.servers[address] = self._server = server
         self._process_group = world.process_group(self)
-        if world.options.ranks > 1:
-            store: Any = world.connect_store(host, port, 300.0)
-            self.rank_watch = RankWatch(
-                config,
-                rank=self.number,
-                num_ranks=world.options.ranks,
-                host=host,
-                hostname=world.host(self.node),
-                store=store,
-                key=f"titan_ft/ranks/{self.group.attempt}",
-                on_silence=lambda hosts, seconds: end_process(
-                    1,
-                    lambda: "_membership" in vars(self) and self._membership.fall_silent(),
-                    lambda: events.emit(RankSilent(ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds)),
-                ),
-            )
+        if self.number == 0:
+            control.listen_for_losses(partial(self._hear_loss, events))
         self._membership = Membership(
             config,
             process_group=self._process_group,

@@ -475,16 +475,13 @@ class World:
     def manager_client(self, address: str) -> Any:
         raise NotImplementedError
 
-    def lighthouse_server(self, **options: Any) -> Any:
-        raise NotImplementedError
-
     def connect(self, host: str, port: int, timeout: float) -> None:
         raise NotImplementedError
 
     def round_trip(self, address: str, token: str, seconds: float, size: int, back: str = "") -> None:
         raise NotImplementedError
 
-    def read_status(self, lighthouse: str, timeout: float) -> str:
+    def read_status(self, timeout: float) -> str:
         raise NotImplementedError
 
     def group_collective(self) -> Any:
@@ -645,7 +642,7 @@ class _Page:
 class _Opener:
     def open(self, address: str, timeout: float) -> _Page:
         assert address.endswith("/status"), address
-        return _Page(world().read_status(address.removesuffix("/status"), timeout))
+        return _Page(world().read_status(timeout))
 
 
 URLLIB_REQUEST = Module(
@@ -693,10 +690,6 @@ def _manager_server(**options: Any) -> Any:
     return world().manager_server(**options)
 
 
-def _lighthouse_server(**options: Any) -> Any:
-    return world().lighthouse_server(**options)
-
-
 def _manager_client(address: str, connect_timeout: timedelta = timedelta(seconds=10)) -> Any:
     return world().manager_client(address)
 
@@ -731,8 +724,8 @@ def _watched(decide: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replacements() -> dict[int, Any]:
     """Return what stands in, by the identity of what it stands for."""
-    from tests.simulation.control import SimulatedSockets
-    from titan_ft.membership import control_sockets
+    from tests.simulation.control import SimulatedEcho, SimulatedSockets
+    from titan_ft.membership import control_pings, control_sockets
     from titan_ft.protocol import decision
     from titan_ft.transfer import host_memory, reach, state_fetch
 
@@ -768,12 +761,12 @@ def _replacements() -> dict[int, Any]:
     found[id(decision.decide)] = _watched(decision.decide)
     found[id(state_fetch.fetch)] = _fetch
     found[id(state_fetch.ask_offer)] = _ask_offer
+    found[id(control_pings.EchoServer)] = SimulatedEcho
     found[id(control_sockets.ControlSockets)] = SimulatedSockets
     found[id(host_memory.free_bytes)] = _free_bytes
     found[id(reach.round_trip)] = _round_trip
     found[id(torchft.coordination.ManagerServer)] = _manager_server
     found[id(torchft.coordination.ManagerClient)] = _manager_client
-    found[id(torchft.coordination.LighthouseServer)] = _lighthouse_server
     return found
 
 

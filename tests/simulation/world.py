@@ -335,7 +335,6 @@ class World(standins.World):
         self.trees: dict[tuple[str, int], SimulatedSockets] = {}  # that children connect to
         self.rings: dict[str, Ring] = {}
         self.managers: dict[str, ManagerServer] = {}
-        self.lighthouses = {self.lighthouse.address(): (self.lighthouse, LIGHTHOUSE)}
         self.gone: dict[int, str] = {}  # slots that come no more, and why
         # For a joiner: who showed sound bytes when its donor was named, if they were enough; and who that is.
         self.sound: dict[Rank, tuple[list[int], int]] = {}
@@ -528,35 +527,24 @@ class World(standins.World):
             on_moment=self.moment,
         )
 
-    def lighthouse_server(self, **options: Any) -> Lighthouse:
-        """Start a lighthouse in the process that runs: one of a group, for its ranks."""
-        process = self.kernel.process
-        address = f"http://{self.host(self.ranks[process].node)}:{len(self.managers) + 2000}"
-        lighthouse = Lighthouse(self.kernel, min_replicas=options["min_replicas"], address=address)
-        self.lighthouses[address] = (lighthouse, self.ranks[process].node)
-        process.on_end.append(lighthouse.die)
-        return lighthouse
-
     def manager_server(self, **options: Any) -> ManagerServer:
         """Start a manager in the process that runs."""
         process = self.kernel.process
         node = self.ranks[process].node
-        lighthouse, there = self.lighthouses[options["lighthouse_addr"]]
+        lighthouse = self.lighthouse
         came = self.kernel.now  # which its name says, however long it has to wait for the lighthouse
         end, pause = came + options["connect_timeout"].total_seconds(), _RECONNECT_SECONDS
-        while not (lighthouse.listens and self.network.usable(node, there)):
+        while not (lighthouse.listens and self.network.usable(node, LIGHTHOUSE)):
             if self.kernel.now >= end:
                 raise RuntimeError("lighthouse: transport error")
             self.kernel.sleep(min(pause, end - self.kernel.now))
             pause *= _RECONNECT_GROWTH
         group = self.ranks[process].group
-        if group.entered is None and lighthouse is self.lighthouse:  # not where the group's ranks watch each other
+        if group.entered is None:
             group.entered, group.met_from = came, self.kernel.now
             self.entered.append(group)
         address = f"http://{self.host(node)}:{len(self.managers) + 1000}"
-        server = ManagerServer(
-            self.kernel, self.network, lighthouse, process, node, lighthouse_node=there, address=address, **options
-        )
+        server = ManagerServer(self.kernel, self.network, lighthouse, process, node, address=address, **options)
         self.managers[address] = server
         return server
 
@@ -596,17 +584,16 @@ class World(standins.World):
             self.kernel.sleep(seconds)
             raise TimeoutError("timed out")
 
-    def read_status(self, lighthouse: str, timeout: float) -> str:
-        """Return a lighthouse's status page.
+    def read_status(self, timeout: float) -> str:
+        """Return the lighthouse's status page.
 
         Raises:
             OSError: it is away or cannot be reached.
         """
-        server, there = self.lighthouses[lighthouse]
-        self.network.call(self.ranks[self.kernel.process].node, there, None, timeout)
-        if not server.listens:
+        self.network.call(self.ranks[self.kernel.process].node, LIGHTHOUSE, None, timeout)
+        if not self.lighthouse.listens:
             raise ConnectionRefusedError("connection refused")
-        return server.status()
+        return self.lighthouse.status()
 
     def files(self) -> dict[str, str]:
         """Return the files of checkpoints as the process that runs sees them."""
@@ -1029,7 +1016,7 @@ class World(standins.World):
 
     def silenced(self, group: GroupRun, ranks: list[Rank], seconds: float) -> None:
         """Look in a while whether a group still looks alive although its first host hears nothing of another one."""
-        if not group.ready or group.ranks[0] in ranks or any(rank.rank_watch is None for rank in group.ranks):
+        if not group.ready or group.ranks[0] in ranks or not all(rank.is_built for rank in group.ranks):
             return
         since, patience = self.kernel.now, 2 * self.config["heartbeat_timeout_ms"] / 1000
 
@@ -1040,7 +1027,7 @@ class World(standins.World):
             if looks_alive and not thawed:
                 self.report("liveness", f"g{group.slot} still beats {longest:.0f} s after one of its hosts fell silent")
 
-        # It is seen when it is silent for the whole patience, at the next look, after two pages that came late.
+        # It is seen when it is silent for the whole patience, at the next look, after looks that came late.
         longest = 3 * patience + 0.5
         if seconds > longest:
             self.kernel.after(longest, look)

@@ -27,6 +27,7 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from titan_ft.config import FaultTolerance  # noqa: E402
 from titan_ft.membership.control_tree import ControlTree  # noqa: E402
 from titan_ft.membership.group import Group  # noqa: E402
+from titan_ft.protocol.control.node import Lose  # noqa: E402
 from titan_ft.run.error_file import FILE_ENV, read_error  # noqa: E402
 from titan_ft.run.events import Event, RankSilent  # noqa: E402
 from titan_ft.system.threads import call_aside  # noqa: E402
@@ -168,11 +169,11 @@ def test_all_links_are_closed_although_one_cannot_be() -> None:
 
         return SimpleNamespace(close=close)
 
-    this: Any = SimpleNamespace(membership=part("membership"), _rank_watch=part("ranks"), server=part("server"))
+    this: Any = SimpleNamespace(membership=part("membership"), server=part("server"))
     this.end_roll_call = lambda: closed.append("roll call")
     with pytest.raises(RuntimeError, match="is gone"):
         links.Links.close(this)
-    assert closed == ["roll call", "membership", "ranks", "server"]
+    assert closed == ["roll call", "membership", "server"]
 
 
 def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(
@@ -188,17 +189,26 @@ def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(
     monkeypatch.setattr(links, "end_process", lambda status, *words: ended.extend((status, *words)))
     emitted: list[Event] = []
     membership = SimpleNamespace(fall_silent=lambda: None)
+    gone = Lose(2, "its process has ended", "node6")
+    control = SimpleNamespace(losses=[Lose(3, "", "node7", 1.5), gone, Lose(1, "", "node5", 1.25)])
     this: Any = SimpleNamespace(
-        _config=FaultTolerance(enable=True), membership=membership, _events=SimpleNamespace(emit=emitted.append)
+        _config=FaultTolerance(enable=True),
+        _control=control,
+        membership=membership,
+        _events=SimpleNamespace(emit=emitted.append),
     )
-    links.Links._end_without(this, {3: "node7"}, 1.5)
+    this._end_without = partial(links.Links._end_without, this)
+    links.Links._hear_loss(this, gone)
+    assert not ended, "its connections have closed: nobody waits for it"
+    links.Links._hear_loss(this, control.losses[0])
     status, tell, emit, _, last = ended
     tell()
     emit()
     read = read_error(error_file)
     assert read is not None
     assert (read.transient, read.network) == (True, False)
-    assert read.text.startswith("RankSilentError: no heartbeat from rank 3 on node7 for 1.5 s")
+    assert read.text.startswith("RankSilentError: no heartbeat from rank 1 on node5, rank 3 on node7 for 1.5 s")
+    assert "fault_tolerance.heartbeat_timeout_ms (500)" in read.text
     assert status == 1
-    assert emitted == [RankSilent(ranks=[3], hosts=["node7"], seconds=1.5)]
+    assert emitted == [RankSilent(ranks=[1, 3], hosts=["node5", "node7"], seconds=1.5)]
     assert last is membership.fall_silent

@@ -14,6 +14,7 @@ from functools import partial
 
 from titan_ft.engine.watchdog import end_process
 from titan_ft.membership.control_tree import ControlTree
+from titan_ft.protocol.control.node import Lose
 from titan_ft.run.events import NOT_BEGUN
 from titan_ft.system.threads import call_aside
 
@@ -207,8 +208,11 @@ class Drain:
 
     # Siblings that end; on the control tree's thread, or on the one that requests
 
-    def _note_loss(self, rank: int, host: str, reason: str) -> None:
-        self._lost = self._lost or f"rank {rank} of this group{f' (on {host})' if host else ''} is gone ({reason})"
+    def _note_loss(self, loss: Lose) -> None:
+        if loss.silent_seconds:
+            return  # rank 0 ends the group, and reports the silent ranks (`Links`)
+        where = f" (on {loss.host})" if loss.host else ""
+        self._lost = self._lost or f"rank {loss.rank} of this group{where} is gone ({loss.reason})"
         self._end_with_siblings()
 
     def _follow_sibling(self, _: str) -> None:

@@ -6,7 +6,8 @@ Afterwards each frame has a seal, with a key that only the two ends can derive f
 
     child to parent: HELLO   nonce (32 bytes), rank (4)
     parent to child: REPLY   nonce (32), proof of the parent (32)
-    child to parent: ANSWER  proof of the child (32), its host's name (64), its process (96)
+    child to parent: ANSWER  proof of the child (32), its host's name (64), its process (76),
+                             the address of its echo server (48)
 
 A proof is an HMAC-SHA256 with the token as its key. The HMAC covers both nonces, so a recorded
 proof is worth nothing on another connection. It covers the role, so an end cannot send back the
@@ -25,9 +26,10 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-_NONCE_BYTES, _RANK_BYTES, _HOST_BYTES, _PROCESS_BYTES = 32, 4, 64, 96
+_NONCE_BYTES, _RANK_BYTES = 32, 4
+_HOST_BYTES, _PROCESS_BYTES, _ADDRESS_BYTES = 64, 76, 48
 _PROOF_BYTES = hashlib.sha256().digest_size
-_IDENTITY = struct.Struct(f"{_HOST_BYTES}s{_PROCESS_BYTES}s")
+_IDENTITY = struct.Struct(f"{_HOST_BYTES}s{_PROCESS_BYTES}s{_ADDRESS_BYTES}s")
 HELLO_BYTES = _NONCE_BYTES + _RANK_BYTES
 REPLY_BYTES = _NONCE_BYTES + _PROOF_BYTES
 ANSWER_BYTES = _PROOF_BYTES + _IDENTITY.size
@@ -104,23 +106,26 @@ class Identity:
     Attributes:
         host: its name, for people.
         process: see `titan_ft.system.process.Process`; empty = too long to be said.
+        echo: host:port of the server that answers its parent's pings; empty = it has none.
     """
 
     host: str
     process: str
+    echo: str = ""
 
     def pack(self) -> bytes:
         """Return it as it travels."""
-        process = self.process.encode()
+        process, echo = self.process.encode(), self.echo.encode()
         if len(process) > _PROCESS_BYTES:
             process = b""  # the beginning of one would be another process
-        return _IDENTITY.pack(self.host.encode(), process)  # cuts the name
+        if len(echo) > _ADDRESS_BYTES:
+            echo = b""
+        return _IDENTITY.pack(self.host.encode(), process, echo)  # cuts the name
 
     @classmethod
     def unpack(cls, packed: bytes) -> Identity:
         """Read the bytes that `pack` wrote."""
-        host, process = _IDENTITY.unpack(packed)
-        return cls(_read_text(host), _read_text(process))
+        return cls(*map(_read_text, _IDENTITY.unpack(packed)))
 
 
 class ChildHandshake:

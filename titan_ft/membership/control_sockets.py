@@ -40,6 +40,7 @@ from titan_ft.membership.control_handshake import (
     ParentHandshake,
     Secret,
 )
+from titan_ft.membership.control_pings import Pings, listen
 from titan_ft.protocol.control.message import MAX_BYTES
 from titan_ft.protocol.control.node import Action, Close, Connect, Node, Send
 from titan_ft.protocol.errors import first_line
@@ -101,6 +102,7 @@ class ControlSockets:
         secret: of the tree.
         host: numeric address to listen on.
         own: where this rank runs.
+        patience: see `HeartbeatWatch`.
         on_action: carries out the node's actions that concern no connection; must not block.
         on_turn: called without the lock after each turn of the thread; may take a moment.
         on_failure: called with an unexpected error that ends the thread.
@@ -120,6 +122,7 @@ class ControlSockets:
         secret: Secret,
         host: str,
         own: Identity,
+        patience: float,
         on_action: Callable[[Action], None],
         on_turn: Callable[[], None],
         on_failure: Callable[[Exception], None],
@@ -140,12 +143,14 @@ class ControlSockets:
         self.last_error = ""
         # epoll, because it heeds what another thread registers while this one waits.
         self._selector = selectors.EpollSelector()
+        self._pings = Pings(patience, self._selector)
         self._wake_end, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_end, selectors.EVENT_READ, self._drain_wakes)
         self._listener: socket.socket | None = None
         self.address: tuple[str, int] | None = None
         if children:
-            self._listener = _listen(host)
+            self._listener = listen(host, _BACKLOG)
+            self._listener.setblocking(False)
             self.address = self._listener.getsockname()[:2]
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._thread = threading.Thread(target=self._run, name="titan_ft_control", daemon=True)
@@ -231,13 +236,17 @@ class ControlSockets:
         self._accept_again(now)
         if now >= self._next_look:
             self._look_at_absent(now)
+        if now >= self._pings.next_look:
+            for child, seconds in self._pings.look(now).items():
+                self.call(partial(self._node.fall_silent, child, seconds))
         if now >= self._node.next_tick:
             self.call(self._node.tick)
 
     def _find_next_time(self) -> float:
         """Return when the thread has something to do even if no socket is ready."""
         first_late = min(self._unproved.values(), default=math.inf)
-        return min(self._node.next_tick, first_late, self._accepts_again, self._next_look)
+        next_looks = min(self._next_look, self._pings.next_look)
+        return min(self._node.next_tick, first_late, self._accepts_again, next_looks)
 
     def _drain_wakes(self, _: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -374,6 +383,8 @@ class ControlSockets:
         self._neighbours[peer] = connection
         self._absent.pop(peer, None)
         connection.peer, connection.process = peer, _read_process(identity)
+        if peer in self._children:
+            self._pings.add(peer, identity.echo)
         self._changed.notify_all()
         self.call(lambda now: self._node.connected(peer, now, identity.host))
 
@@ -503,6 +514,8 @@ class ControlSockets:
     def _shut(self, connection: _Connection) -> None:
         connection.closed = True
         self._unproved.pop(connection, None)
+        if connection.peer is not None:
+            self._pings.remove(connection.peer)
         self._selector.unregister(connection.socket)
         connection.socket.close()
 
@@ -589,13 +602,6 @@ def _read_process(identity: Identity) -> Process | None:
         return Process.parse(identity.process)
     except ValueError:
         return None
-
-
-def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-    listener.setblocking(False)
-    return listener
 
 
 def _set_options(connection: socket.socket) -> None:

@@ -10,6 +10,7 @@ quorums, aborts, leaving. An agreement costs one trip up the tree and one trip d
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from titan_ft.membership.control_handshake import Identity, Secret
+from titan_ft.membership.control_pings import EchoServer
 from titan_ft.membership.control_sockets import ControlSockets
 from titan_ft.protocol.control.node import Action, Answer, Decide, Hear, Left, Lose, Node
 from titan_ft.protocol.control.tree import FAN_OUT, find_children, find_parent
@@ -53,8 +55,7 @@ class Announcement:
 HearTopic = Callable[[str], None]
 """Takes the topic of a note, without its prefix."""
 
-HearLoss = Callable[[int, str, str], None]
-"""Takes a rank, its host and the reason."""
+HearLoss = Callable[[Lose], None]
 
 
 class ControlTree:
@@ -70,6 +71,8 @@ class ControlTree:
             has one rank.
         key: prefix of the keys in the store, unique to this attempt of the group.
         name: of this rank's host, for people.
+        patience: seconds without a heartbeat after which a child of a rank is lost; the same on all
+            ranks; math.inf = nobody watches.
         fan_out: children of a rank; the same on all ranks.
 
     Raises:
@@ -87,6 +90,7 @@ class ControlTree:
         store: TCPStore | None,
         key: str,
         name: str = "",
+        patience: float = math.inf,
         fan_out: int = FAN_OUT,
     ) -> None:
         assert store is not None or num_ranks == 1, "ranks find each other by the group's store"
@@ -99,7 +103,7 @@ class ControlTree:
         self._heard: dict[str, str] = {}
         self._topic_listeners: dict[str, HearTopic] = {}  # by prefix
         self._loss_listeners: list[HearLoss] = []
-        self._losses: list[tuple[int, str, str]] = []
+        self._losses: list[Lose] = []
         self._callbacks: deque[Callable[[], None]] = deque()  # of listeners
         self._num_unfinished_callbacks = 0  # queued, and the one that runs
         self._failure: Exception | None = None  # why no agreement is possible any more
@@ -107,9 +111,13 @@ class ControlTree:
         self.number = 0
         """Number of agreements that this rank has joined."""
         self._sockets: ControlSockets | None = None
+        self._echo: EchoServer | None = None  # answers the parent's pings
         if store is None or num_ranks == 1:
             return
-        own = Identity(name or node_name(), str(Process.this()))
+        if rank > 0 and patience < math.inf:
+            self._echo = EchoServer(host)
+        echo = self._echo.address if self._echo is not None else ""
+        own = Identity(name or node_name(), str(Process.this()), echo)
         self._sockets = ControlSockets(
             self._node,
             self._changed,
@@ -118,6 +126,7 @@ class ControlTree:
             secret=Secret(token, key),
             host=host,
             own=own,
+            patience=patience,
             on_action=self._take,
             on_turn=self._run_callbacks,
             on_failure=self._fail,
@@ -251,12 +260,18 @@ class ControlTree:
     def listen_for_losses(self, hear: HearLoss) -> None:
         """Call `hear` once for each rank that is lost; see `listen`.
 
-        The host is empty if it is not known. A group of one rank loses none.
+        A group of one rank loses none.
         """
         with self._changed:
             self._loss_listeners.append(hear)
             for loss in self._losses:
-                self._add_callback(partial(hear, *loss))
+                self._add_callback(partial(hear, loss))
+
+    @property
+    def losses(self) -> list[Lose]:
+        """The ranks that are lost, in the order of the reports."""
+        with self._changed:
+            return list(self._losses)
 
     def end_agreements(self) -> None:
         """Make no more agreements: this group has left the job. Notes go on until `leave`."""
@@ -289,6 +304,8 @@ class ControlTree:
             self._changed.notify_all()
         if self._sockets is not None:
             self._sockets.close()
+        if self._echo is not None:
+            self._echo.close()
 
     # Start
 
@@ -361,9 +378,9 @@ class ControlTree:
                 where = f" (on {host})" if host else ""
                 lost = f"rank {rank} of this group{where} is lost: {reason}"
                 self._note_failure(RankLostError(lost))
-                self._losses.append((rank, host, reason))
+                self._losses.append(action)
                 for hear_loss in self._loss_listeners:
-                    self._add_callback(partial(hear_loss, rank, host, reason))
+                    self._add_callback(partial(hear_loss, action))
             case Left():
                 self._left = True
         self._changed.notify_all()
@@ -402,6 +419,8 @@ class ControlTree:
         if self._closed or self._agreements_ended:
             raise LighthouseError("this group has left the job")
         if self._failure is not None:
+            # A listener may end the process, and report the loss first. The error would end it without a report.
+            self._changed.wait_for(lambda: self._closed or not self._num_unfinished_callbacks)
             raise type(self._failure)(*self._failure.args)  # anew for each thread that waits
 
     # On the tree's thread, or on the caller's in a group of one rank; without the lock

@@ -333,7 +333,7 @@ class Hung(RankEvent, kw_only=True):
 
 
 class RankSilent(RankEvent, kw_only=True):
-    """Rank 0 has not heard of other ranks of its group for too long, and ends itself."""
+    """Ranks of the group have no heartbeat any more. Rank 0 ends itself, so that the group starts again."""
 
     ranks: list[int]  # the silent ones
     hosts: list[str]  # their hosts, in the same order

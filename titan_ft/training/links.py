@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 
@@ -26,8 +25,9 @@ from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.group import Group
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.process_group import build_process_group
-from titan_ft.membership.rank_watch import RankWatch, describe_silence
+from titan_ft.membership.pulse import SILENT_BEATS
 from titan_ft.membership.roll_call import RollCall
+from titan_ft.protocol.control.node import Lose
 from titan_ft.protocol.errors import LighthouseError, RankSilentError, first_line
 from titan_ft.protocol.row import fold48
 from titan_ft.protocol.shape import describe_shape
@@ -90,8 +90,9 @@ class Links:
             config.transfer_max_mbps,
             _make_certificate() if config.transfer_tls else None,
         )
-        # First: from its seat at the lighthouse on, the others wait for the group, also if one of its ranks freezes.
-        self._rank_watch = self._watch_ranks(self.host)
+        if launch.rank == 0:
+            # First: from its seat at the lighthouse on, the others wait for the group, also with a frozen rank.
+            control.listen_for_losses(self._hear_loss)
         self.membership = self._join(self.host, shape)
         self.exchange = self._build_exchange(exchanged, fragments, model_parts, gradient_scale, num_microbatches)
         self._roll_call: RollCall | None = None
@@ -120,8 +121,6 @@ class Links:
         self.end_roll_call()
         with contextlib.ExitStack() as rest:
             rest.callback(self.server.close)
-            if self._rank_watch is not None:
-                rest.callback(self._rank_watch.close)
             self.membership.close()
 
     def _join(self, host: str, shape: str) -> Membership:
@@ -146,29 +145,20 @@ class Links:
             leave_requested=lambda: self._drain.requested,
         )
 
-    def _watch_ranks(self, host: str) -> RankWatch | None:
-        launch, num_ranks = self._launch, torch.distributed.get_world_size()
-        if num_ranks == 1:
-            return None
-        return RankWatch(
-            self._config,
-            rank=launch.rank,
-            num_ranks=num_ranks,
-            host=host,
-            hostname=socket.gethostname(),
-            # A connection of its own: a look at it must not wait for another thread's.
-            store=TCPStore(*launch.store, is_master=False, wait_for_workers=False),
-            key=f"titan_ft/ranks/{launch.attempt}",
-            on_silence=self._end_without,
-        )
+    def _hear_loss(self, loss: Lose) -> None:
+        """End rank 0 if another rank is silent. Nothing else may end the group: no connection has closed."""
+        if loss.silent_seconds:
+            self._end_without([found for found in self._control.losses if found.silent_seconds])
 
-    def _end_without(self, hosts: dict[int, str], seconds: float) -> None:
+    def _end_without(self, silent: Sequence[Lose]) -> None:
         """End this process because other ranks of the group are silent; the whole group is then started again."""
-        text = describe_silence(self._config, hosts, seconds)
+        hosts = {loss.rank: loss.host for loss in sorted(silent, key=lambda loss: loss.rank)}
+        seconds = max(loss.silent_seconds for loss in silent)
+        text = _describe_silence(self._config, hosts, seconds)
         line = f"titan_ft: {text}\n"
         last_words: list[Callable[[], object]] = [
             lambda: write_error(RankSilentError(text)),
-            lambda: self._events.emit(RankSilent(ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds)),
+            lambda: self._events.emit(RankSilent(ranks=[*hosts], hosts=[*hosts.values()], seconds=seconds)),
             lambda: os.write(2, line.encode()),  # sys.stderr may be locked by a thread that hangs
         ]
         if "membership" in vars(self):
@@ -233,6 +223,18 @@ def connect_control(config: FaultTolerance, launch: Launch) -> ControlTree:
         token=launch.token,
         store=TCPStore(*launch.store, is_master=False, wait_for_workers=False) if num_ranks > 1 else None,
         key=f"titan_ft/control/{config.replica_id}/{launch.attempt}",
+        patience=SILENT_BEATS * config.heartbeat_timeout_ms / 1000,
+    )
+
+
+def _describe_silence(config: FaultTolerance, hosts: dict[int, str], seconds: float) -> str:
+    """Say in one line which ranks are silent and what to do."""
+    who = ", ".join(f"rank {rank} on {host}" for rank, host in hosts.items())
+    return (
+        f"no heartbeat from {who} for {seconds:.1f} s: stopped, frozen or cut off. This group ends, so that it starts "
+        "again and the other groups need not wait for it; if ranks may be silent so long, raise "
+        f"fault_tolerance.heartbeat_timeout_ms ({config.heartbeat_timeout_ms}); if they are silent from the start, "
+        "check that the hosts of a group reach each other at any port"
     )
 
 

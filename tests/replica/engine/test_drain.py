@@ -427,7 +427,7 @@ def test_a_sibling_that_is_lost_before_a_rank_is_told(
     group = trees.connect_group(3)
     rank = build_group(group)[2]
     heard: list[int] = []
-    group[2].listen_for_losses(lambda lost, *_: heard.append(lost))
+    group[2].listen_for_losses(lambda loss: heard.append(loss.rank))
     group[1].close()
     wait_until(lambda: bool(heard), "the rank has heard of it")
     assert ends == []

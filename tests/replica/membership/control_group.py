@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import struct
 import threading
@@ -137,16 +138,24 @@ class ControlGroup:
         losses: ranks that each rank has lost.
     """
 
-    def __init__(self, num_ranks: int, *, store: Store | None = None, key: str = "group/0", fan_out: int = 16) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        store: Store | None = None,
+        key: str = "group/0",
+        fan_out: int = 16,
+        patience: float = math.inf,
+    ) -> None:
         self.store = Store() if store is None else store
         self.notes: list[list[str]] = [[] for _ in range(num_ranks)]
         self.losses: list[list[int]] = [[] for _ in range(num_ranks)]
         self._pool = ThreadPoolExecutor(num_ranks + 4)
 
         def build(rank: int) -> ControlTree:
-            tree = make_tree(rank, num_ranks, self.store, key=key, fan_out=fan_out)
+            tree = make_tree(rank, num_ranks, self.store, key=key, fan_out=fan_out, patience=patience)
             tree.listen("", self.notes[rank].append)
-            tree.listen_for_losses(lambda lost, *_: self.losses[rank].append(lost))
+            tree.listen_for_losses(lambda loss: self.losses[rank].append(loss.rank))
             return tree
 
         self.trees = self.on_each(build, range(num_ranks))

@@ -420,6 +420,7 @@ def test_an_event_of_another_thread_may_bring_the_next_tick_closer() -> None:
         secret=SECRET,
         host=HOST,
         own=NOBODY,
+        patience=math.inf,
         on_action=lambda _: None,
         on_turn=lambda: None,
         on_failure=lambda _: None,

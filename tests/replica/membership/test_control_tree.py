@@ -287,7 +287,7 @@ def test_a_link_that_is_cut_for_longer_is_a_loss() -> None:
         wait_until(lambda: {3, 4} <= set(group.losses[0]), "rank 0 has heard of both")
         assert group.losses[4] == [1]
         later: list[tuple[int, str]] = []
-        group.trees[4].listen_for_losses(lambda rank, host, _: later.append((rank, host)))
+        group.trees[4].listen_for_losses(lambda loss: later.append((loss.rank, loss.host)))
         wait_until(lambda: later == [(1, "node-1")], "a later listener hears of it as well")
 
 

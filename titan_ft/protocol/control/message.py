@@ -52,11 +52,13 @@ class LossMessage(_Struct, frozen=True, tag="loss"):
 
     Attributes:
         host: of this rank, for people; empty = not known.
+        silent_seconds: without a heartbeat of this rank; 0 = it is lost for another reason.
     """
 
     rank: _Count
     reason: str
     host: str
+    silent_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class LeaveMessage(_Struct, frozen=True, tag="leave"):

@@ -14,8 +14,9 @@ answer of the next agreement that its sender joins. Before an announcement this 
 of rank 0 alone.
 
 *Losses.* A neighbour is lost if its process has ended, if its connection stays closed for
-`GRACE_SECONDS`, or if it keeps sending bad frames. Where the connection alone is dead, each end
-reports the other one. All ranks that are still connected pass a report on.
+`GRACE_SECONDS`, if it has no heartbeat (`heartbeat.py`), or if it keeps sending bad frames. Where the
+connection alone is dead, each end reports the other one. All ranks that are still connected pass a
+report on.
 
 *Links.* A `TreeLink` (`link.py`) keeps each message until the neighbour has acknowledged it, and
 returns the frames to send now: none while the connection is closed, or after the link has ended. A
@@ -97,11 +98,13 @@ class Lose:
 
     Attributes:
         host: of this rank, for people; empty = not known.
+        silent_seconds: without a heartbeat of this rank; 0 = it is lost for another reason.
     """
 
     rank: int
     reason: str
     host: str
+    silent_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +206,14 @@ class Node:
             self._give_up(link, "its process has ended")
         else:
             link.disconnect(now)
+        return self._finish_event()
+
+    def fall_silent(self, peer: int, seconds: float, now: float) -> list[Action]:
+        """A neighbour has had no heartbeat for some seconds, though its connection is there."""
+        link = self._links.get(peer)
+        if link is None or link.ended or link.peer_left or self._leave_requested:
+            return []
+        self._give_up(link, f"no heartbeat for {seconds:.1f} s", seconds)
         return self._finish_event()
 
     def receive(self, peer: int, frame: bytes, now: float) -> list[Action]:
@@ -380,11 +391,11 @@ class Node:
         link.disconnect(now)
         self._actions.append(Close(link.peer))
 
-    def _give_up(self, link: TreeLink, reason: str) -> None:
+    def _give_up(self, link: TreeLink, reason: str, silent_seconds: float = 0.0) -> None:
         link.end()
         self._actions.append(Close(link.peer))
         if not link.peer_left:
-            self._lose(LossMessage(link.peer, reason, link.host))
+            self._lose(LossMessage(link.peer, reason, link.host, silent_seconds))
 
     def _lose(self, loss: LossMessage) -> None:
         """Report a loss once, here and to all neighbours.
@@ -394,7 +405,7 @@ class Node:
         if loss.rank in self._lost:
             return
         self._lost.add(loss.rank)
-        self._actions.append(Lose(loss.rank, loss.reason, loss.host))
+        self._actions.append(Lose(loss.rank, loss.reason, loss.host, loss.silent_seconds))
         for link in self._links.values():
             self._send(link, loss)
 

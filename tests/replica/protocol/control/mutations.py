@@ -585,7 +585,7 @@ def loss_is_a_note(patch: Patch) -> None:
     def lose(former: Callable[..., None], self: Node, loss: LossMessage) -> None:
         if loss.rank not in self._lost:
             self._lost.add(loss.rank)
-            self._actions.append(nodes.Lose(loss.rank, loss.reason, loss.host))
+            self._actions.append(nodes.Lose(loss.rank, loss.reason, loss.host, loss.silent_seconds))
             if self._parent is not None:
                 self._send(self._links[self._parent], loss)
             if self._parent is None:
@@ -606,12 +606,28 @@ def loss_comes_back(patch: Patch) -> None:
 
 
 @mutation
+def silence_is_ignored(patch: Patch) -> None:
+    """A neighbour without a heartbeat is waited for."""
+    patch.setattr(Node, "fall_silent", lambda self, peer, seconds, now: [])
+
+
+@mutation
+def silence_is_not_passed_on(patch: Patch) -> None:
+    """The other ranks do not learn that a lost rank had no heartbeat."""
+
+    def lose(former: Callable[..., None], self: Node, loss: LossMessage) -> None:
+        former(self, LossMessage(loss.rank, loss.reason, loss.host))
+
+    around(patch, Node, "_lose", lose)
+
+
+@mutation
 def leaver_is_lost(patch: Patch) -> None:
     """The end of a rank that has announced it is a loss."""
 
-    def give_up(former: Callable[..., None], self: Node, link: TreeLink, reason: str) -> None:
+    def give_up(former: Callable[..., None], self: Node, link: TreeLink, *args: Any) -> None:
         link.peer_left = False
-        former(self, link, reason)
+        former(self, link, *args)
 
     around(patch, Node, "_give_up", give_up)
 

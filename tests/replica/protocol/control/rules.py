@@ -51,6 +51,8 @@ class Rules:
         self._leaves: dict[int, float] = {}  # time by rank
         self._connected: set[tuple[int, int]] = set()  # rank and peer
         self._ended: set[int] = set()
+        self._silent: set[tuple[int, int]] = set()  # rank, and the neighbour without a heartbeat
+        self._unexcused: set[tuple[int, int]] = set()  # those of them that were not leaving
         self._impaired: dict[int, list[tuple[float, float]]] = defaultdict(list)  # links by child
         self._last_loss = 0.0
         self._dialed: dict[int, float] = {}  # time of the last attempt, by rank
@@ -113,6 +115,12 @@ class Rules:
             self.on_impaired(max(child, rank), begin, end)
         self.on_fault(end)
 
+    def on_silent(self, rank: int, peer: int) -> None:
+        """A rank finds that a neighbour has no heartbeat."""
+        self._silent.add((rank, peer))
+        if rank not in self._leaves and peer not in self._leaves:
+            self._unexcused.add((rank, peer))
+
     def on_dial(self, now: float, rank: int) -> None:
         """A rank tries to connect: not so often that it takes the host's time."""
         if now - self._dialed.get(rank, -math.inf) < MIN_RETRY_SECONDS:
@@ -172,7 +180,7 @@ class Rules:
             self.report(f"rank {rank} may end, while ranks {sorted(waited)} have not left")
         self._left.add(rank)
 
-    def on_lose(self, now: float, rank: int, lost: int, host: str) -> None:
+    def on_lose(self, now: float, rank: int, lost: int, host: str, is_silent: bool) -> None:
         """A rank loses another one: once, and for a reason."""
         self.losses += 1
         self._last_loss = now
@@ -181,15 +189,16 @@ class Rules:
         self._lost[rank].add(lost)
         if host not in (f"host {lost}", ""):
             self.report(f"rank {rank} loses rank {lost} on {host}")
-        if lost not in self._neighbours[rank]:
-            if not any(lost in self._lost[neighbour] for neighbour in self._neighbours[lost]):
-                self.report(f"rank {rank} loses rank {lost}, and no neighbour of it did")
-        elif not self._may_lose(now, rank, lost):
+        reporters = [peer for peer in self._neighbours[lost] if lost in self._lost[peer]]
+        if not any(is_silent == ((peer, lost) in self._silent) for peer in reporters):
+            self.report(f"rank {rank} loses rank {lost}, and no neighbour of it did so for that reason")
+        is_neighbour = lost in self._neighbours[rank]
+        if is_neighbour and not self._may_lose(now, rank, lost):
             self.report(f"rank {rank} loses rank {lost}, which is alive and had its chance")
 
     def _may_lose(self, now: float, rank: int, lost: int) -> bool:
         """True if the neighbour is dead, or has given this rank up, or the link could not work."""
-        if lost in self._killed or rank in self._lost[lost]:
+        if lost in self._killed or rank in self._lost[lost] or (rank, lost) in self._silent:
             return True
         if lost in self._ended and lost not in self._left:
             return True
@@ -226,6 +235,9 @@ class Rules:
             met = all((rank, peer) in self._connected for peer in neighbours)
             if met and number is not None and number > ACKNOWLEDGE_EVERY * len(neighbours):
                 self.report(f"rank {rank} keeps {number} messages for ever")
+        for rank, peer in self._unexcused:
+            if peer not in self._lost[rank]:
+                self.report(f"rank {rank} does not lose rank {peer}, which has no heartbeat")
         if self.losses:
             self._finish_losses()
         else:

@@ -114,6 +114,7 @@ class Schedule:
         one_host: after the end of a connection, a rank can see whether its neighbour's process is
             there.
         announced: numbers of the agreements that rank 0 announces.
+        watched: a parent reports a child that is frozen for `SILENT_SECONDS`.
     """
 
     seed: int
@@ -127,6 +128,7 @@ class Schedule:
     notes: tuple[PlannedNote, ...]
     faults: tuple[Fault, ...]
     announced: tuple[int, ...] = ()
+    watched: bool = False
 
     def is_announced(self, number: int) -> bool:
         """True if rank 0 decides this agreement without words."""
@@ -155,6 +157,7 @@ def draw(seed: int) -> Schedule:
         faults=() if num_ranks == 1 else _draw_faults(dice, num_ranks, seconds),
         # Not the last one: a rank leaves after an agreement in which all ranks took part.
         announced=tuple(number for number in range(1, agreements) if dice.random() < 0.4),
+        watched=dice.random() < 0.5,
     )
 
 

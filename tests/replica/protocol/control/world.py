@@ -40,6 +40,9 @@ SEE_SECONDS = 0.02
 
 _ROUNDING_SECONDS = 1e-6  # from a host's clock to the world's
 
+SILENT_SECONDS = 0.7
+"""A rank that is frozen for this time has no heartbeat, if it is watched."""
+
 MAX_LATE_SECONDS = 0.01
 """A host ticks and acts up to so much later than it should."""
 
@@ -249,9 +252,9 @@ class World:
                     self._plan_join(host, number + 1, self.now)
                 case nodes.Hear(topic, text):
                     self.rules.on_hear(host.rank, topic, text)
-                case nodes.Lose(rank, _, name):
+                case nodes.Lose(rank, _, name, silent_seconds):
                     host.stopped = True
-                    self.rules.on_lose(self.now, host.rank, rank, name)
+                    self.rules.on_lose(self.now, host.rank, rank, name, silent_seconds > 0)
                 case nodes.Left():
                     self.rules.on_left(host.rank)
                     self._post(self.now, host, partial(self._end, host))
@@ -478,6 +481,19 @@ class World:
         host = self._hosts[fault.rank]
         host.frozen_until = max(host.frozen_until, fault.at + fault.seconds)
         self._at(host.frozen_until, partial(self._thaw, host))
+        if self.schedule.watched:
+            self._at(self.now + SILENT_SECONDS, partial(self._find_silent, host))
+
+    def _find_silent(self, host: Host) -> None:
+        """Let the parent of a rank that is still frozen report it. A frozen parent sees nothing."""
+        number = find_parent(host.rank, self.schedule.fan_out)
+        if number is None or self.now >= host.frozen_until or not host.alive:
+            return
+        parent = self._hosts[number]
+        if parent.alive and self.now >= parent.frozen_until and host.rank in parent.current:
+            self.rules.on_silent(parent.rank, host.rank)
+            silence = parent.node.fall_silent(host.rank, SILENT_SECONDS, self._clock(parent))
+            self._act(parent, silence)
 
     def _thaw(self, host: Host) -> None:
         """Let a host do what it has missed, with its clock's tick first or last."""

@@ -1,0 +1,93 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Children that answer are left alone, silent ones are found, and a parent that did not run knows nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from titan_ft.protocol.control.heartbeat import PINGS, HeartbeatWatch
+from titan_ft.protocol.control.link import START_SECONDS
+
+PATIENCE = 1.0
+INTERVAL = PATIENCE / PINGS
+
+
+class Watched:
+    """A watch over children 1 and 2 with a clock, looked at when it is time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.watch = HeartbeatWatch(PATIENCE)
+        for child in (1, 2):
+            self.watch.add(child, self.now)
+
+    def look(self, *answering: int, late: float = 0.0) -> dict[int, float]:
+        """Look at the next time; these children have answered just before."""
+        self.now = self.watch.next_look + late
+        for child in answering:
+            self.watch.note_answer(child, self.now)
+        return self.watch.look(self.now)
+
+
+def test_children_that_answer() -> None:
+    watched = Watched()
+    assert [watched.look(1, 2) for _ in range(50)] == [{}] * 50
+
+
+def test_a_silent_child_is_found_in_time() -> None:
+    """Not before the patience is over, and at the first look after that."""
+    watched = Watched()
+    watched.look(1, 2)
+    heard = watched.now
+    while not (found := watched.look(1)):
+        assert watched.now - heard <= PATIENCE
+    assert found == {2: pytest.approx(watched.now - heard)}
+    assert PATIENCE < watched.now - heard <= PATIENCE + INTERVAL + 1e-9
+
+
+def test_a_parent_that_looks_late_begins_anew() -> None:
+    """It was frozen, or a call kept Python's lock: so were the answers."""
+    watched = Watched()
+    watched.look(1, 2)
+    assert watched.look(late=10 * PATIENCE) == {}
+    thawed = watched.now
+    while not (found := watched.look(1)):
+        assert watched.now - thawed <= PATIENCE
+    assert set(found) == {2}
+    assert watched.now - thawed > PATIENCE
+
+
+def test_a_short_freeze_of_the_whole_group() -> None:
+    """It ends before a look is late, and leaves a child almost half of the patience to thaw after its parent."""
+    watched = Watched()
+    watched.look(1, 2)
+    assert watched.look(late=0.33 * PATIENCE) == {}
+    thawed = watched.now
+    while watched.now - thawed < 0.4 * PATIENCE:
+        assert watched.look() == {}
+
+
+def test_a_child_that_has_never_answered() -> None:
+    """Has the time that a first connection may take."""
+    watched = Watched()
+    while not (found := watched.look(1)):
+        assert watched.now - 100.0 <= START_SECONDS + INTERVAL
+    assert set(found) == {2}
+    assert watched.now - 100.0 > START_SECONDS
+
+
+def test_nobody_is_watched() -> None:
+    """There is no next look. A child that comes then is pinged at once."""
+    watch = HeartbeatWatch(PATIENCE)
+    assert watch.next_look == math.inf
+    watch.add(1, 5.0)
+    assert watch.next_look == 5.0
+    watch.look(5.0)
+    watch.remove(1)
+    assert watch.next_look == math.inf
+    watch.remove(1)
+    watch.add(2, 99.0)
+    assert watch.look(99.0) == {}
