@@ -153,6 +153,38 @@ def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> N
 
 
 @pytest.mark.slow
+def test_each_rank_of_four_is_stopped(make_job: Callable[..., Job]) -> None:
+    """One after the other, in a tree of which each rank is the child of the one before: none of its children is named.
+
+    Of rank 0 the others hear as of a stopped group, see above.
+    """
+    gates = [gate(f"go{rank}", rank=rank, attempt=rank - 1) for rank in (1, 2, 3)]
+    job = make_job(
+        groups=2,
+        ranks=4,
+        steps=40,
+        max_restarts=4,
+        flags=[f"--fault_tolerance.process_group_timeout_ms={1000 * NEVER_SECONDS}"],
+        hooks={"gates": gates, "hold": 1, "fan_out": 1},
+        grace_seconds=0.2,
+    )
+    job.start()
+    for rank in (1, 2, 3):
+        job.wait_for_gate(f"go{rank}", 1, [rank], rank - 1)
+        job.mark(f"down-1-{rank - 1}")
+        stop(job, 1, rank)
+        job.mark(f"go{rank}")
+    job.finish(240)
+    events = check(job, survivors=[0], longest_gap=min(NEVER_SECONDS, JOIN_SECONDS) / 2)
+    check_data(events)
+    silent = [(e["replica"], e["attempt"], e["rank"], e["ranks"]) for e in named(events, "rank_silent")]
+    assert silent == [(1, rank - 1, 0, [rank]) for rank in (1, 2, 3)]
+    assert not named(events, "hung")
+    participants = {e["step"]: e["participants"] for e in named(events, "step_committed")}
+    assert participants[job.steps] == [0, 1]
+
+
+@pytest.mark.slow
 def test_a_long_call_is_no_silence(make_job: Callable[..., Job]) -> None:
     """A rank whose Python threads all wait for one that keeps the GIL still beats: its group is left alone."""
     long = [{"replica": 1, "rank": rank, "step": STEP + rank, "seconds": 3.0, "gil": True} for rank in (0, 1)]

@@ -132,6 +132,32 @@ def test_connections_within_a_group_that_end_cost_nothing(make_job: Callable[...
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fan_out", [1, 16])
+def test_a_reset_at_each_message_of_a_step_costs_nothing(make_job: Callable[..., Job], fan_out: int) -> None:
+    """Every third message of each rank is lost with its connection. A step has another number of them."""
+    job = make_job(groups=2, ranks=3, hooks={"reset_every": 3, "fan_out": fan_out})
+    job.run()
+    events = check(job, survivors=[0, 1])
+    assert list(job.markers.glob("broken-control-1-0"))
+    assert not named(events, "exchange_failed", "rank_silent")
+
+
+@pytest.mark.slow
+def test_kill_each_rank_of_four(make_job: Callable[..., Job]) -> None:
+    """One after the other, in a tree where rank 1 has a child: the other group trains on, and a sibling names it."""
+    faults = [kill(1, "backward", rank=rank, attempt=rank) for rank in range(4)]
+    hooks = {"faults": faults, "hold": 1, "fan_out": 2}
+    job = make_job(groups=2, ranks=4, steps=40, max_restarts=4, hooks=hooks)
+    job.run(240)
+    events = check(job, survivors=[0])
+    check_killed(job, events, [(1, rank, "sigkill:backward") for rank in range(4)])
+    assert participants_of(events, job.steps) == [0, 1]
+    for dead in range(4):
+        siblings = [job.output(1, rank, attempt=dead) for rank in range(4) if rank != dead]
+        assert any(f"rank {dead} of this group" in output for output in siblings)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("points", [("backward", "backward"), ("forward", "vote_before")])
 def test_kill_two_of_four(make_job: Callable[..., Job], points: tuple[str, str]) -> None:
     """Two groups die in the same step, and both come back."""

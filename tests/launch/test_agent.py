@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import event as make
+from titan_ft.history.fold.hosts import HostsFold
 from titan_ft.launch import restart_policy
 from titan_ft.launch.group import agent as agent_module
 from titan_ft.launch.group.agent import SENT_AWAY, point_to
@@ -348,6 +349,29 @@ def test_the_earliest_exception_is_the_cause() -> None:
     silent, refused = WorkerExit(0, 1, 1), WorkerExit(3, 1, 2, WorkerError("E: x", transient=False, time=99.0))
     assert root_failure([silent, *told]) == told[1]
     assert root_failure([silent, *told, refused]) == refused
+
+
+def test_a_rank_that_reports_a_loss_is_no_death_of_its_host(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its event names the rank that was lost, and counts as the end of a rank that was stopped."""
+    crash = """
+import time
+from titan_ft.protocol.errors import RankLostError
+from titan_ft.run.error_file import find_file
+cause = find_file().with_name("rank-1.error.json")
+while rank == 0 and not (cause.exists() and cause.read_text()): time.sleep(0.01)
+if rank == 0: raise RankLostError("rank 1 of this group is lost")
+raise KeyError("nope")
+"""
+    monkeypatch.setenv("CRASH", crash)
+    with Supervised(run, 2, module="crashing_worker", max_restarts=0) as supervised:
+        assert supervised.wait(60.0) == 1
+    exits = {event["rank"]: event for event in run.events("worker_exited")}
+    assert [exits[rank]["stopped"] for rank in (0, 1)] == [True, False]
+    assert exits[0]["reason"] == "stopped because rank 1 ended with exit status 1"
+    hosts = HostsFold()
+    for event in exits.values():
+        hosts.note_exit(make(event.pop("event"), **event))
+    assert [figures.deaths for figures in hosts.figures] == [1]
 
 
 @pytest.mark.usefixtures("no_backoff")

@@ -171,7 +171,7 @@ class Drain:
            were not told to leave.
         2. A rank that is answered before it has said "hurry" goes on. The group cannot leave without its word.
         3. A rank that is answered later proposes to go on.
-        4. A rank that has heard "hurry" from all ranks, and is not answered, proposes to leave.
+        4. All ranks hear "hurry" once each of them has said it. A rank that is not answered then proposes to leave.
 
         The first proposal that reaches rank 0 decides for all ranks.
 
@@ -182,11 +182,11 @@ class Drain:
         if is_new and (is_answered or not (self.is_urgent or self._is_a_sibling_urgent())):
             return False
         self._hurries_since = self._votes
-        said = [f"hurry/{self._votes}/{rank}" for rank in range(self._num_ranks)]
+        said_by_all = f"hurry/{self._votes}"
         if is_new:
-            self._control.say(said[self._rank])
+            self._control.say_with_all(said_by_all)
             self._control.say(self._urgent_topic())
-        if not is_answered and any(self._control.heard(topic) is None for topic in said):
+        if not is_answered and self._control.heard(said_by_all) is None:
             return False
         word = "go on" if is_answered else "leave"
         return self._control.settle(f"waiting/{self._votes}", word) == "leave"
@@ -216,7 +216,10 @@ class Drain:
         self._end_with_siblings()
 
     def _follow_sibling(self, _: str) -> None:
-        self._end_with_siblings()
+        """Take the end of a rank whose time is over for the request to leave: this rank may not have got one."""
+        if not self._left:
+            self.request()
+            self._end_with_siblings()
 
     def _end_with_siblings(self) -> None:
         """End now if this rank was told to leave and another rank has died or given up.

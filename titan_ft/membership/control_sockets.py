@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -61,8 +61,8 @@ DIAL_SECONDS = 10.0
 Python's lock, for seconds."""
 
 MAX_UNPROVED = 64
-"""Connections without a proof. The next one costs the oldest of them its place. A stranger with
-many silent connections does not keep a child out."""
+"""Connections without a proof. The next one costs another one its place. A stranger with many silent
+connections does not keep a child out."""
 
 _END_SECONDS = 1.0
 """The thread may hang in a listener, or in a log that nobody reads. The process ends all the same."""
@@ -140,6 +140,7 @@ class ControlSockets:
         self._accepts_again = math.inf  # when all descriptors were in use
         self._wakes_at = -math.inf  # when the thread's wait ends, or ended
         self._closed = False
+        self._warnings: deque[str] = deque()  # to be logged without the lock
         self.last_error = ""
         # epoll, because it heeds what another thread registers while this one waits.
         self._selector = selectors.EpollSelector()
@@ -210,9 +211,9 @@ class ControlSockets:
             while not self._closed:
                 self._take_turn()
         except Exception as error:
-            # Without this report the rank would wait for an answer for ever.
-            logger.exception("the control tree has failed on this rank")
+            # Without this report the rank would wait for an answer for ever. The log may block.
             self._on_failure(error)
+            logger.exception("the control tree has failed on this rank")
         finally:
             with self._changed:
                 self._closed = True
@@ -229,6 +230,9 @@ class ControlSockets:
                 key.data(events)
             self._do_due(time.monotonic())
             self._wakes_at = self._find_next_time()
+        while self._warnings:
+            # A log that nobody reads blocks. With the lock, the training thread would wait for it.
+            logger.warning("%s", self._warnings.popleft())
         self._on_turn()
 
     def _do_due(self, now: float) -> None:
@@ -293,7 +297,7 @@ class ControlSockets:
             status = connection.connect_ex(self._parent_address)
             if status not in (0, errno.EINPROGRESS):
                 raise OSError(status, os.strerror(status))
-            added = self._add(connection, dialed=parent)
+            added = self._add(connection, self._parent_address[0], dialed=parent)
         except OSError as error:  # nobody listens, no route leads there, no descriptor is left
             self.last_error = first_line(error)
             if connection is not None:
@@ -311,8 +315,8 @@ class ControlSockets:
         assert self._listener is not None
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
-                accepted, _address = self._listener.accept()
-                added = self._add(accepted)
+                accepted, source = self._listener.accept()
+                added = self._add(accepted, source[0])
             except BlockingIOError:
                 return
             except OSError as error:
@@ -321,7 +325,7 @@ class ControlSockets:
                     return
                 continue  # this stranger went away before
             added.expect(HELLO_BYTES, partial(self._take_hello, added))
-            self._drop_oldest_stranger()
+            self._drop_stranger()
 
     def _pause_accepting(self, error: OSError) -> None:
         """Leave the children in the kernel's queue until a descriptor is free.
@@ -330,7 +334,7 @@ class ControlSockets:
         would turn as fast as it can.
         """
         assert self._listener is not None
-        logger.warning("no child of this rank can connect now: %s", first_line(error))
+        self._warnings.append(f"no child of this rank can connect now: {first_line(error)}")
         self._selector.unregister(self._listener)
         self._accepts_again = time.monotonic() + _EXHAUSTED_PAUSE_SECONDS
 
@@ -339,10 +343,15 @@ class ControlSockets:
             self._accepts_again = math.inf
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def _drop_oldest_stranger(self) -> None:
+    def _drop_stranger(self) -> None:
+        """Close the oldest connection of the host that has most of them, if there are too many.
+
+        The oldest one of all may be a child's, whose handshake takes some trips to another host.
+        """
         strangers = [connection for connection in self._unproved if connection.dialed is None]
         if len(strangers) > MAX_UNPROVED:
-            self._shut(strangers[0])
+            numbers = Counter(connection.source for connection in strangers)
+            self._shut(max(strangers, key=lambda connection: numbers[connection.source]))
 
     def _close_late(self, now: float) -> None:
         late = [connection for connection, latest in self._unproved.items() if now >= latest]
@@ -378,7 +387,7 @@ class ControlSockets:
             self._shut(earlier)
         if peer in self._known:
             reason = self.last_error or "it made a new connection"
-            logger.warning("rank %d (on %s) is connected again: %s", peer, identity.host, reason)
+            self._warnings.append(f"rank {peer} (on {identity.host}) is connected again: {reason}")
         self._known.add(peer)
         self._neighbours[peer] = connection
         self._absent.pop(peer, None)
@@ -409,15 +418,18 @@ class ControlSockets:
 
     # Reading and writing
 
-    def _add(self, connection: socket.socket, dialed: int | None = None) -> _Connection:
+    def _add(self, connection: socket.socket, source: str, dialed: int | None = None) -> _Connection:
         """Take a socket into the care of this thread.
+
+        Args:
+            source: address of the other end's host.
 
         Raises:
             OSError: the other end has reset it, or the system has no room for it.
         """
         connection.setblocking(False)
         _set_options(connection)
-        added = _Connection(connection, dialed)
+        added = _Connection(connection, source, dialed)
         self._selector.register(connection, selectors.EVENT_READ, partial(self._serve, added))
         patience = HANDSHAKE_SECONDS if dialed is None else CONNECT_SECONDS
         self._unproved[added] = time.monotonic() + patience
@@ -490,7 +502,6 @@ class ControlSockets:
         self._shut(connection)
         peer = connection.dialed if connection.peer is None else connection.peer
         if peer is None:  # a stranger's
-            logger.debug("a connection was closed before its proof: %s", reason)
             return
         self.last_error = reason
         if self._neighbours.get(peer) is connection:
@@ -549,6 +560,7 @@ class _Connection:
     """One socket, the bytes that it has yet to send, and the beginning of what it receives.
 
     Attributes:
+        source: address of the other end's host.
         dialed: rank that this end connected to; None = the other end connected.
         peer: rank at the other end, once it has proved the token.
         process: at the other end; None = not known.
@@ -559,8 +571,8 @@ class _Connection:
         received: bytes that are not taken yet.
     """
 
-    def __init__(self, connection: socket.socket, dialed: int | None) -> None:
-        self.socket, self.dialed = connection, dialed
+    def __init__(self, connection: socket.socket, source: str, dialed: int | None) -> None:
+        self.socket, self.source, self.dialed = connection, source, dialed
         self.peer: int | None = None
         self.process: Process | None = None
         self.own_seal: FrameSeal | None = None

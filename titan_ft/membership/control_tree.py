@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING
 from titan_ft.membership.control_handshake import Identity, Secret
 from titan_ft.membership.control_pings import EchoServer
 from titan_ft.membership.control_sockets import ControlSockets
-from titan_ft.protocol.control.node import Action, Answer, Decide, Hear, Left, Lose, Node
+from titan_ft.protocol.control.node import (
+    Action,
+    Answer,
+    Decide,
+    Hear,
+    Left,
+    Lose,
+    Node,
+    drop_oldest,
+)
 from titan_ft.protocol.control.tree import FAN_OUT, find_children, find_parent
 from titan_ft.protocol.errors import LighthouseError, RankLostError, first_line
 from titan_ft.system.address import join_address
@@ -56,6 +65,7 @@ HearTopic = Callable[[str], None]
 """Takes the topic of a note, without its prefix."""
 
 HearLoss = Callable[[Lose], None]
+"""Takes the lost rank, its host and the reason."""
 
 
 class ControlTree:
@@ -94,11 +104,11 @@ class ControlTree:
         fan_out: int = FAN_OUT,
     ) -> None:
         assert store is not None or num_ranks == 1, "ranks find each other by the group's store"
-        self._rank = rank
+        self._rank, self._name = rank, name or node_name()
         self._parent = find_parent(rank, fan_out)
         self._changed = threading.Condition()  # guards all below, the node and the sockets
         self._node = Node(rank, num_ranks, fan_out)
-        self._words: dict[int, frozenset[str]] = {}
+        self._words: dict[int, frozenset[str] | None] = {}
         self._answers: dict[int, Announcement] = {}
         self._heard: dict[str, str] = {}
         self._topic_listeners: dict[str, HearTopic] = {}  # by prefix
@@ -108,6 +118,7 @@ class ControlTree:
         self._num_unfinished_callbacks = 0  # queued, and the one that runs
         self._failure: Exception | None = None  # why no agreement is possible any more
         self._left = self._agreements_ended = self._closed = False
+        self._has_thread = False  # that calls the listeners
         self.number = 0
         """Number of agreements that this rank has joined."""
         self._sockets: ControlSockets | None = None
@@ -117,7 +128,7 @@ class ControlTree:
         if rank > 0 and patience < math.inf:
             self._echo = EchoServer(host)
         echo = self._echo.address if self._echo is not None else ""
-        own = Identity(name or node_name(), str(Process.this()), echo)
+        own = Identity(self._name, str(Process.this()), echo)
         self._sockets = ControlSockets(
             self._node,
             self._changed,
@@ -131,6 +142,7 @@ class ControlTree:
             on_turn=self._run_callbacks,
             on_failure=self._fail,
         )
+        self._has_thread = True
         try:
             self._connect(self._sockets, store, key, token, own)
         except BaseException:
@@ -171,6 +183,8 @@ class ControlTree:
             if self._rank > 0:
                 return self._answers.pop(number).text
             words = self._words.pop(number)
+        if words is None:
+            raise ValueError("the words of all ranks together are too long for a message")
         decision = decide(set(words))  # without the lock: it may ask the lighthouse for seconds
         with self._changed:
             self._call(partial(self._node.decide, number, decision))
@@ -219,11 +233,21 @@ class ControlTree:
         with self._changed:
             if not self._closed:
                 self._call(partial(self._node.say, topic, text))
-        if self._sockets is None:  # a group of one rank has no thread for it
-            self._run_callbacks()
+        self._run_callbacks_without_thread()
+
+    def say_with_all(self, topic: str) -> None:
+        """Say something that all ranks hear once each of them has said it; any thread, returns at once.
+
+        Raises:
+            ValueError: the topic is too long for a message.
+        """
+        with self._changed:
+            if not self._closed:
+                self._call(partial(self._node.say_with_all, topic))
+        self._run_callbacks_without_thread()
 
     def heard(self, topic: str) -> str | None:
-        """Return the text of a topic; None if this rank has not heard of it."""
+        """Return the text of a topic; None if this rank has not heard of it lately (`MAX_TOPICS`)."""
         with self._changed:
             return self._heard.get(topic)
 
@@ -254,8 +278,7 @@ class ControlTree:
             for topic in self._heard:
                 if topic.startswith(prefix):
                     self._add_callback(partial(hear, topic.removeprefix(prefix)))
-        if self._sockets is None:  # a group of one rank has no thread for it
-            self._run_callbacks()
+        self._run_callbacks_without_thread()
 
     def listen_for_losses(self, hear: HearLoss) -> None:
         """Call `hear` once for each rank that is lost; see `listen`.
@@ -266,6 +289,7 @@ class ControlTree:
             self._loss_listeners.append(hear)
             for loss in self._losses:
                 self._add_callback(partial(hear, loss))
+        self._run_callbacks_without_thread()
 
     @property
     def losses(self) -> list[Lose]:
@@ -283,7 +307,7 @@ class ControlTree:
         """End this rank's part in order, so that its end is no loss to the others.
 
         Waits for the neighbours to leave as well, at most so many seconds: they may need this rank
-        to pass on a last message.
+        to pass on a last message. After that they wait for this rank no more.
         """
         self.announce_end(seconds)
         self.close()
@@ -296,6 +320,7 @@ class ControlTree:
         with self._changed:
             self._call(self._node.leave)
             self._changed.wait_for(lambda: self._left or self._closed, seconds)
+            self._call(self._node.end)
 
     def close(self) -> None:
         """Close the connections, and end all waiting. Without `leave` the others lose this rank."""
@@ -371,22 +396,23 @@ class ControlTree:
                 self._answers[number] = Announcement(text, time.monotonic())
             case Hear(topic, text):
                 self._heard[topic] = text
+                drop_oldest(self._heard)
                 for prefix, hear in self._topic_listeners.items():
                     if topic.startswith(prefix):
                         self._add_callback(partial(hear, topic.removeprefix(prefix)))
             case Lose(rank, reason, host):
                 where = f" (on {host})" if host else ""
                 lost = f"rank {rank} of this group{where} is lost: {reason}"
-                self._note_failure(RankLostError(lost))
-                self._losses.append(action)
-                for hear_loss in self._loss_listeners:
-                    self._add_callback(partial(hear_loss, action))
+                self._note_loss(action, RankLostError(lost))
             case Left():
                 self._left = True
         self._changed.notify_all()
 
-    def _note_failure(self, error: Exception) -> None:
+    def _note_loss(self, loss: Lose, error: Exception) -> None:
         self._failure = self._failure or error
+        self._losses.append(loss)
+        for hear in self._loss_listeners:
+            self._add_callback(partial(hear, loss))
 
     def _add_callback(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -419,11 +445,16 @@ class ControlTree:
         if self._closed or self._agreements_ended:
             raise LighthouseError("this group has left the job")
         if self._failure is not None:
-            # A listener may end the process, and report the loss first. The error would end it without a report.
+            # A listener may end the process with a report. The error would end it without one.
             self._changed.wait_for(lambda: self._closed or not self._num_unfinished_callbacks)
             raise type(self._failure)(*self._failure.args)  # anew for each thread that waits
 
-    # On the tree's thread, or on the caller's in a group of one rank; without the lock
+    # On the tree's thread, or on the caller's if there is none; without the lock
+
+    def _run_callbacks_without_thread(self) -> None:
+        """Call the listeners if no thread does: in a group of one rank, and after a failure."""
+        if not self._has_thread:
+            self._run_callbacks()
 
     def _run_callbacks(self) -> None:
         """Call the listeners, in the order of the notes and losses."""
@@ -431,7 +462,7 @@ class ControlTree:
         while self._callbacks:
             with self._changed:
                 if not self._callbacks:
-                    return  # in a group of one rank, another thread has taken it
+                    return  # without the tree's thread: another thread has taken it
                 callback = self._callbacks.popleft()
             try:
                 callback()
@@ -442,8 +473,13 @@ class ControlTree:
                 self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """End all waiting after an unexpected error of the tree's thread."""
+        """End all waiting after an unexpected error of the tree's thread, which ends.
+
+        The listeners hear of the loss of this rank itself: it can do nothing any more in its group.
+        """
         with self._changed:
             text = f"the control tree failed on this rank: {first_line(error)}"
-            self._note_failure(RuntimeError(text))
+            self._note_loss(Lose(self._rank, text, self._name), RuntimeError(text))
+            self._has_thread = False
             self._changed.notify_all()
+        self._run_callbacks()

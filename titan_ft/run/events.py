@@ -643,7 +643,7 @@ class WorkerExited(GroupEvent, kw_only=True):
     rank: int = -1
     worker_pid: int  # its process
     reason: str  # in words
-    stopped: bool  # whether the agent ended it, because of another rank or because the run was stopped
+    stopped: bool  # whether it ended because of another rank, or because the run was stopped
     code: int | None = None  # its exit status, if it ended by itself
     signal: str | None = None  # name of the signal that ended it, if one did
     # the exception that ended it: its type and the first line of its message; with code 0: that it ended too early

@@ -9,6 +9,9 @@ environment variable TITAN_FT_TEST_HOOKS. It also registers the model converter 
     faults   [{"replica", "rank", "attempt", "point", "step", "forwards", "after", "unless"}]: at the first passage of
              `point` in a step >= `step` (none: any) in which it began >= `forwards` forwards, once all marks of `after`
              are there and none of `unless`, the worker kills itself with SIGKILL
+    fan_out  children of a rank in the control tree of its group; without it the product's own
+    reset_every     each time that this worker has written so many frames to its neighbours in the control tree, the
+             connection is reset before the last one leaves
     hold     number of steps that a group goes on before it waits for one that was killed to be back, and then for a
              joiner's transfer, so that heals happen amid training however slow the machine is (None: never)
     hold_fetching   the same for transfers alone, where `hold` is not to count for them
@@ -45,6 +48,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +89,7 @@ from titan_ft.gradients.sums import Sums
 from titan_ft.host.release import series
 from titan_ft.host.titan import batches_per_call
 from titan_ft.membership import control_sockets
+from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.rendezvous import Rendezvous
 from titan_ft.protocol.round import Update
@@ -239,6 +244,35 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
         return original(*args, **kwargs)
 
     wrap(owner, name, wrapper)
+
+
+def set_fan_out(original: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a control tree with another number of children."""
+    original(*args, **kwargs, fan_out=SETTINGS["fan_out"])
+
+
+class FrameCount:
+    """Resets connections of the control tree again and again."""
+
+    def __init__(self) -> None:
+        self._num_frames = 0
+
+    def reset(self, original: Any, connection: Any, frame: bytes) -> None:
+        """Write a frame, and reset the connection if it is the frame's turn."""
+        original(connection, frame)
+        self._num_frames += 1
+        if self._num_frames % SETTINGS["reset_every"] == 0:
+            # Closing sends a RST then.
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):  # it has ended just now
+                connection.socket.shutdown(socket.SHUT_RDWR)
+                WORKER.mark("broken-control")
+
+
+if "fan_out" in SETTINGS:
+    wrap(ControlTree, "__init__", set_fan_out)
+if "reset_every" in SETTINGS:
+    wrap(control_sockets._Connection, "write_frame", FrameCount().reset)
 
 
 def after(owner: Any, name: str, action: Callable[..., None]) -> None:

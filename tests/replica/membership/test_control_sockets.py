@@ -35,6 +35,8 @@ from tests.replica.membership.control_group import (
     make_tree,
     wait_until,
 )
+from titan_ft.chaos.inside import blackhole
+from titan_ft.chaos.inside.blackhole import Blackhole
 from titan_ft.membership import control_sockets
 from titan_ft.membership.control_handshake import (
     ANSWER_BYTES,
@@ -101,6 +103,68 @@ def test_a_killed_rank_is_named_on_all_others(
             at, _, line = process.stdout.readline().partition(" ")
             assert line.startswith(f"rank {victim} of this group (on node-{victim}) is lost: "), line
             assert earliest < float(at) - killed < latest
+
+
+# The network
+
+
+@contextlib.contextmanager
+def lost_packets(loss: float, *sockets: socket.socket) -> Iterator[Blackhole]:
+    """Let connections lose packets that come in."""
+    inodes = {os.fstat(each.fileno()).st_ino for each in sockets}
+    hole = Blackhole(loss, lambda _: inodes)
+    assert hole.extend() == len(sockets)
+    try:
+        yield hole
+    finally:
+        hole.lift()
+
+
+def socket_to(tree: ControlTree, peer: int) -> socket.socket:
+    """Return the socket of a connection to a neighbour."""
+    assert tree._sockets is not None
+    return tree._sockets._neighbours[peer].socket
+
+
+@pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_link_that_loses_everything_for_a_while(end: int) -> None:
+    """In one direction: TCP sends again, and nobody is lost."""
+    with ControlGroup(3) as group:
+        group.check_agreements(1)
+        with lost_packets(1.0, socket_to(group.trees[end], 1 - end)):
+            waits = group.agree()
+            with pytest.raises(TimeoutError):
+                waits[1].result(0.3)
+        assert [wait.result(DEADLINE) for wait in waits] == ["w0,w1,w2"] * 3
+        assert group.losses == [[], [], []]
+
+
+@pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
+def test_links_that_lose_one_packet_in_five() -> None:
+    """Each agreement takes longer, and nobody is lost."""
+    with ControlGroup(7, fan_out=2) as group:
+        group.check_agreements(1)
+        links = [socket_to(group.trees[rank], (rank - 1) // 2) for rank in range(1, 7)]
+        with lost_packets(0.2, *links):
+            group.check_agreements(5)
+        assert group.losses == [[]] * 7
+
+
+@pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
+def test_a_rank_that_is_cut_off() -> None:
+    """No connection closes. Its parent gets no answer to its pings, and all that are connected hear of that rank."""
+    with ControlGroup(7, fan_out=2, patience=0.6) as group:
+        group.check_agreements(1)
+        sockets = group.trees[0]._sockets
+        assert sockets is not None
+        wait_until(lambda: sockets._pings._pingers[1]._num_answered > 0, "rank 1 answers")
+        pings = sockets._pings._pingers[1]._socket
+        assert pings is not None
+        with lost_packets(1.0, socket_to(group.trees[0], 1), socket_to(group.trees[1], 0), pings):
+            wait_until(lambda: all(group.losses[rank] for rank in (0, 2, 5, 6)), "the others hear of it")
+            assert [group.losses[rank] for rank in (0, 2, 5, 6)] == [[1]] * 4
+            assert group.trees[5].losses[0].silent_seconds > 0.6
 
 
 # Strangers
@@ -231,6 +295,26 @@ def test_a_frame_that_is_sent_back_is_none() -> None:
     assert not parents.is_seal(first, b"aye")
     assert seen.is_seal(first, b"aye")
     assert not seen.is_seal(first, b"aye")
+
+
+def test_fast_strangers_leave_a_child_its_place() -> None:
+    """More of them than places come between two messages of a child's handshake."""
+    store = Store()
+    parent = make_tree(0, 2, store)
+    address = split_address(store.get("group/0/0").decode().split(" ")[0])
+    handshake = ChildHandshake(Secret(TOKEN, "group/0"), 1, 0, NOBODY)
+    sockets = parent._sockets
+    assert sockets is not None
+    with contextlib.ExitStack() as stack:
+        child = stack.enter_context(socket.create_connection(address, source_address=("127.0.0.2", 0)))
+        child.sendall(handshake.hello)
+        reply = child.recv(REPLY_BYTES, socket.MSG_WAITALL)
+        for _ in range(2 * MAX_UNPROVED):
+            stack.enter_context(socket.create_connection(address))
+        wait_until(lambda: len(sockets._unproved) == MAX_UNPROVED, "some strangers are closed")
+        child.sendall(handshake.answer(reply))
+        wait_until(lambda: sockets.is_connected(1), "the child is connected")
+    parent.close()
 
 
 @pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", b"\0\0\0\0", b"\0\0\0\3abc"])

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
@@ -19,7 +20,7 @@ from tests.replica.membership.control_group import (
 )
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.protocol.control.link import GRACE_SECONDS
-from titan_ft.protocol.control.node import Answer, Lose, Node
+from titan_ft.protocol.control.node import MAX_TOPICS, Answer, Lose, Node
 from titan_ft.protocol.errors import LighthouseError, RankLostError
 
 # Agreements
@@ -116,6 +117,31 @@ def test_closing_ends_the_wait() -> None:
 
 
 # Notes
+
+
+def test_a_note_that_needs_all_ranks() -> None:
+    """All ranks hear it after the last one has said it."""
+    with ControlGroup(7, fan_out=2) as group:
+        for tree in group.trees[:-1]:
+            tree.say_with_all("hurry")
+        group.check_agreements(1)
+        assert group.notes == [[]] * 7
+        group.trees[6].say_with_all("hurry")
+        group.check_agreements(1)
+        assert group.notes == [["hurry"]] * 7
+    alone = make_tree(0, 1, None)
+    alone.say_with_all("hurry")
+    assert alone.heard("hurry") is not None
+
+
+def test_notes_are_forgotten_in_the_end() -> None:
+    """The last ones are known."""
+    alone = make_tree(0, 1, None)
+    for number in range(MAX_TOPICS + 1):
+        alone.say(str(number))
+    assert alone.heard("0") is None
+    assert alone.heard("1") is not None
+    assert len(alone._heard) == MAX_TOPICS
 
 
 def test_a_note_is_known_before_the_next_decision() -> None:
@@ -301,6 +327,52 @@ def test_a_bug_in_the_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> Non
         for wait in waits[1:]:
             with pytest.raises(RuntimeError):
                 wait.result(DEADLINE)
+        # A rank that leaves ends at the loss of a sibling. It must end at its own loss as well.
+        assert group.losses[0] == [0]
+        later: list[str] = []
+        group.trees[0].listen_for_losses(lambda loss: later.append(loss.reason))
+        assert later == ["the control tree failed on this rank: ZeroDivisionError: division by zero"]
+
+
+def test_words_that_are_too_long_together() -> None:
+    """Rank 0 says so; no rank is taken for one that sends bad frames."""
+    with ControlGroup(3) as group:
+        long = [group.submit(tree.rank0_decides, [str(tree._rank) * 500_000], join_words) for tree in group.trees]
+        with pytest.raises(ValueError, match="the words of all ranks together are too long"):
+            long[0].result(DEADLINE)
+        assert group.losses == [[]] * 3
+        group.on_each(ControlTree.close, group.trees)
+
+
+class BlockedLog(logging.Handler):
+    """A log that nobody reads: its pipe is full."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.blocks, self.read = threading.Event(), threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.blocks.set()
+        self.read.wait(2 * DEADLINE)
+
+
+def test_a_log_that_nobody_reads() -> None:
+    """It may stop the tree's thread. The training thread looks for notes and goes on."""
+    log = BlockedLog()
+    logging.getLogger("titan_ft.membership").addHandler(log)
+    try:
+        store = RelayedStore()
+        with ControlGroup(2, store=store) as group:
+            group.check_agreements(1)
+            store.relays[0].reset()
+            assert log.blocks.wait(DEADLINE)
+            looks = [group.submit(tree.heard, "topic") for tree in group.trees]
+            assert [look.result(DEADLINE) for look in looks] == [None, None]
+            log.read.set()
+            group.check_agreements(1)
+    finally:
+        log.read.set()
+        logging.getLogger("titan_ft.membership").removeHandler(log)
 
 
 # Leaving
@@ -317,6 +389,17 @@ def test_ranks_that_leave_are_not_lost() -> None:
             leaving += [group.submit(group.trees[rank].leave, DEADLINE) for rank in order[1:]]
             assert [each.result(DEADLINE) for each in leaving] == [None] * 7
             assert group.losses == [[]] * 7
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["parent", "child"])
+def test_a_late_leaver_waits_for_nobody_that_has_ended(first: int) -> None:
+    """The other rank did not wait for it. The time for a connection to come back is not waited for either."""
+    with ControlGroup(2) as group:
+        group.trees[first].leave(0.05)
+        began = time.monotonic()
+        group.submit(group.trees[1 - first].leave, DEADLINE).result(DEADLINE)
+        assert time.monotonic() - began < GRACE_SECONDS / 2
+        assert group.losses == [[], []]
 
 
 def test_a_rank_that_leaves_alone_waits_no_longer_than_it_may() -> None:

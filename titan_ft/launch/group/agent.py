@@ -305,7 +305,11 @@ class Agent:
             # Before the others are ended, which may take the grace time: the event's time is that
             # of the failure.
             for exit in sorted(exits, key=lambda exit: exit is not first):
-                self._emit_exit(attempt, exit)
+                cause = ""
+                if first is not None and exit is not first and exit.follows:
+                    # The rank reports the loss of another one. It is no death of its own host.
+                    cause = first.describe()
+                self._emit_exit(attempt, exit, cause)
                 announced.add(exit.rank)
             if self._stop and first is None and self.spec.drain_seconds > 0:
                 group.drain(self.spec.drain_seconds, self._stop.impatient)

@@ -22,10 +22,15 @@ class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class WordsMessage(_Struct, frozen=True, tag="words"):
-    """To the parent: the words of all ranks of the sender's subtree for an agreement."""
+    """To the parent: the words of all ranks of the sender's subtree for an agreement.
+
+    Attributes:
+        too_long: the words do not fit into a message, and are left out.
+    """
 
     number: _Count
     words: frozenset[str]
+    too_long: bool = False
 
 
 class AnswerMessage(_Struct, frozen=True, tag="answer"):
@@ -47,6 +52,12 @@ class NoteMessage(_Struct, frozen=True, tag="note"):
     text: str
 
 
+class ShareMessage(_Struct, frozen=True, tag="share"):
+    """To the parent: all ranks of the sender's subtree have said a note that needs all ranks."""
+
+    topic: str
+
+
 class LossMessage(_Struct, frozen=True, tag="loss"):
     """To all neighbours: a rank is lost.
 
@@ -65,7 +76,12 @@ class LeaveMessage(_Struct, frozen=True, tag="leave"):
     """To all neighbours: the sender ends in order. The end of its connection is no loss."""
 
 
-Message = WordsMessage | AnswerMessage | NoteMessage | LossMessage | LeaveMessage
+class EndMessage(_Struct, frozen=True, tag="end"):
+    """To all neighbours, after `LeaveMessage`: the sender ends now, and needs no answer."""
+
+
+_OfAgreements = WordsMessage | AnswerMessage
+Message = _OfAgreements | NoteMessage | ShareMessage | LossMessage | LeaveMessage | EndMessage
 
 
 class Frame(_Struct, frozen=True):
@@ -108,13 +124,17 @@ def decode(data: bytes) -> Frame:
     return frame
 
 
+def fits(message: Message) -> bool:
+    """True if a message fits into a frame."""
+    return len(_encoder.encode(message)) <= _MAX_MESSAGE_BYTES
+
+
 def check_length(message: Message) -> None:
     """Check that a message fits into a frame.
 
     Raises:
         ValueError: the message is too long.
     """
-    length = len(_encoder.encode(message))
-    if length > _MAX_MESSAGE_BYTES:
-        found = f"{type(message).__name__}: {length} bytes"
+    if not fits(message):
+        found = f"{type(message).__name__}: {len(_encoder.encode(message))} bytes"
         raise ValueError(f"{found}; at most {_MAX_MESSAGE_BYTES} are allowed; shorten its text")

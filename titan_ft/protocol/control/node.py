@@ -11,12 +11,12 @@ other kind is a bad frame.
 *Notes.* A note travels up to rank 0, which takes the first text of each topic, and from there down
 to all ranks. Notes and words keep their order on each link. So a note reaches all ranks before the
 answer of the next agreement that its sender joins. Before an announcement this holds for the notes
-of rank 0 alone.
+of rank 0 alone. A note that needs all ranks travels up when all ranks of a subtree have said it.
 
 *Losses.* A neighbour is lost if its process has ended, if its connection stays closed for
-`GRACE_SECONDS`, if it has no heartbeat (`heartbeat.py`), or if it keeps sending bad frames. Where the
-connection alone is dead, each end reports the other one. All ranks that are still connected pass a
-report on.
+`GRACE_SECONDS`, if it has no heartbeat (`heartbeat.py`), or if it keeps sending bad frames. Where
+the connection alone is dead, each end reports the other one. All ranks that are still connected pass
+a report on.
 
 *Links.* A `TreeLink` (`link.py`) keeps each message until the neighbour has acknowledged it, and
 returns the frames to send now: none while the connection is closed, or after the link has ended. A
@@ -28,17 +28,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from titan_ft.protocol.control.link import TreeLink
 from titan_ft.protocol.control.message import (
     AnswerMessage,
+    EndMessage,
     LeaveMessage,
     LossMessage,
     Message,
     NoteMessage,
+    ShareMessage,
     WordsMessage,
     check_length,
     decode,
+    fits,
 )
 from titan_ft.protocol.control.tree import FAN_OUT, find_children, find_parent
 
@@ -70,10 +74,14 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """On rank 0: all ranks have joined this agreement. Call `decide`."""
+    """On rank 0: all ranks have joined this agreement. Call `decide`.
+
+    Attributes:
+        words: of all ranks; None = they are too long together for a message.
+    """
 
     number: int
-    words: frozenset[str]
+    words: frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,16 @@ class Left:
     or is lost."""
 
 
+MAX_TOPICS = 1024
+"""Topics of notes that a rank remembers. An older topic, said again, would be a new note."""
+
+
+def drop_oldest(by_topic: dict[str, Any]) -> None:
+    """Forget the oldest topic if there are too many."""
+    if len(by_topic) > MAX_TOPICS:
+        del by_topic[next(iter(by_topic))]
+
+
 Action = Connect | Send | Close | Decide | Answer | Hear | Lose | Left
 
 
@@ -136,7 +154,10 @@ class Node:
         if self._parent is not None:
             self._links[self._parent] = TreeLink(self._parent, dials=True)
         self._actions: list[Action] = []
-        self._topics: set[str] = set()  # of the notes that this node has passed on, up or down
+        # Topics of the last notes that this node has passed on, up or down.
+        self._topics: dict[str, None] = {}
+        # Of each note that needs all ranks: this rank and the children whose subtrees lack it yet.
+        self._shares: dict[str, set[int]] = {}
         self._lost: set[int] = set()
         self._leave_requested = self._may_end = False
         self._number = 0  # of the agreement under way: `_begin_agreement` makes it 1
@@ -286,11 +307,27 @@ class Node:
         self._pass_note_up(note)
         return self._finish_event()
 
+    def say_with_all(self, topic: str, now: float) -> list[Action]:
+        """Say a note that all ranks hear once each of them has said it.
+
+        Raises:
+            ValueError: the topic is too long.
+        """
+        check_length(ShareMessage(topic))
+        self._add_share(self._rank, topic)
+        return self._finish_event()
+
     def leave(self, now: float) -> list[Action]:
         """Announce the end of this rank. The node still passes messages on until `Left`."""
         self._leave_requested = True
         for link in self._links.values():
             self._send(link, LeaveMessage())
+        return self._finish_event()
+
+    def end(self, now: float) -> list[Action]:
+        """End this rank after `leave`, whether or not the neighbours have left."""
+        for link in self._links.values():
+            self._send(link, EndMessage())
         return self._finish_event()
 
     # Messages
@@ -302,6 +339,10 @@ class Node:
                 self._check_words(peer, message)
             case AnswerMessage():
                 self._check_answer(peer, message)
+            case ShareMessage() if peer == self._parent:
+                raise ValueError("a parent has no share in a note")
+            case EndMessage() if not self._links[peer].peer_left:
+                raise ValueError("an end without a message that the sender leaves")
             case LossMessage(rank) if rank >= self._num_ranks or rank == self._rank:
                 # A neighbour hears of a loss from others than the lost rank.
                 raise ValueError(f"rank {rank} is lost: that is this rank, or none of the group")
@@ -316,16 +357,21 @@ class Node:
                 self._pass_note_down(message)
             case NoteMessage():
                 self._pass_note_up(message)
+            case ShareMessage(topic):
+                self._add_share(peer, topic)
             case LossMessage():
                 self._lose(message)
             case LeaveMessage():
                 self._links[peer].peer_left = True
+            case EndMessage():
+                self._give_up(self._links[peer], "it has ended in order")
 
     # Agreements
 
     def _begin_agreement(self) -> None:
         self._number += 1
         self._words: frozenset[str] = frozenset()
+        self._words_too_long = False
         self._missing = {self._rank, *self._children}  # they have yet to give words
 
     def _check_words(self, rank: int, message: WordsMessage) -> None:
@@ -335,18 +381,23 @@ class Node:
             raise ValueError(f"words of rank {rank} for agreement {number}, while {under_way}")
         if rank not in self._missing:
             raise ValueError(f"words of rank {rank} for agreement {number} came twice")
-        # The union goes up in one message, which must fit as well.
-        check_length(WordsMessage(number, self._words | message.words))
+        if rank == self._rank:
+            check_length(message)
 
     def _add_words(self, rank: int, message: WordsMessage) -> None:
         self._words |= message.words
+        self._words_too_long |= message.too_long
         self._missing.remove(rank)
         if self._missing:
             return
+        # No sender is to blame if the union alone is too long. Rank 0 reports it.
+        union = WordsMessage(self._number, self._words)
+        if self._words_too_long or not fits(union):
+            union = WordsMessage(self._number, frozenset(), too_long=True)
         if self._parent is None:
-            self._actions.append(Decide(self._number, self._words))
+            self._actions.append(Decide(self._number, None if union.too_long else union.words))
         else:
-            self._send_up(WordsMessage(self._number, self._words))
+            self._send_up(union)
 
     def _check_answer(self, sender: int | None, message: AnswerMessage) -> None:
         """Raise a ValueError for an answer that is not due. The sender is None on rank 0."""
@@ -372,13 +423,29 @@ class Node:
         if self._parent is None:
             self._pass_note_down(note)
         else:
-            self._topics.add(note.topic)
+            self._remember(note.topic)
             self._send_up(note)
 
     def _pass_note_down(self, note: NoteMessage) -> None:
-        self._topics.add(note.topic)
+        self._remember(note.topic)
         self._send_down(note)
         self._actions.append(Hear(note.topic, note.text))
+
+    def _remember(self, topic: str) -> None:
+        self._topics[topic] = None
+        drop_oldest(self._topics)
+
+    def _add_share(self, rank: int, topic: str) -> None:
+        missing = self._shares.setdefault(topic, {self._rank, *self._children})
+        missing.discard(rank)
+        drop_oldest(self._shares)  # some ranks may never say a note
+        if missing:
+            return
+        self._shares.pop(topic, None)
+        if self._parent is None:
+            self._pass_note_up(NoteMessage(topic, ""))
+        else:
+            self._send_up(ShareMessage(topic))
 
     # Losses
 

@@ -26,7 +26,9 @@ from titan_ft.protocol.control.message import (
     Frame,
     LeaveMessage,
     LossMessage,
+    Message,
     NoteMessage,
+    ShareMessage,
     WordsMessage,
 )
 from titan_ft.protocol.control.node import Hear, Node
@@ -514,7 +516,7 @@ def every_text_heard(patch: Patch) -> None:
     """Rank 0 passes on each text of a topic."""
 
     def raise_note(former: Callable[..., None], self: Node, note: NoteMessage) -> None:
-        self._topics.discard(note.topic)
+        self._topics.pop(note.topic, None)
         former(self, note)
 
     around(patch, Node, "_pass_note_up", raise_note)
@@ -603,6 +605,34 @@ def loss_comes_back(patch: Patch) -> None:
         former(self, loss)
 
     around(patch, Node, "_lose", lose)
+
+
+@mutation
+def share_waits_for_nobody(patch: Patch) -> None:
+    """One rank of a subtree is enough for a note that needs all ranks."""
+
+    def add(former: Callable[..., None], self: Node, rank: int, topic: str) -> None:
+        self._shares[topic] = {rank}
+        former(self, rank, topic)
+
+    around(patch, Node, "_add_share", add)
+
+
+@mutation
+def share_stays_with_the_parent(patch: Patch) -> None:
+    """A node forgets the share of its subtree in a note that needs all ranks."""
+
+    def send(former: Callable[..., None], self: Node, message: Message) -> None:
+        if not isinstance(message, ShareMessage):
+            former(self, message)
+
+    around(patch, Node, "_send_up", send)
+
+
+@mutation
+def end_is_not_announced(patch: Patch) -> None:
+    """A late leaver waits for a neighbour that has ended."""
+    patch.setattr(Node, "end", lambda self, now: [])
 
 
 @mutation

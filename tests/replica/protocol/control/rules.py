@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from tests.replica.protocol.control.schedule import Kill, Schedule, Slow, find_neighbours
+from tests.replica.protocol.control.schedule import Freeze, Kill, Schedule, Slow, find_neighbours
 from titan_ft.protocol.control.link import ACKNOWLEDGE_EVERY, RETRY_SECONDS
 from titan_ft.protocol.control.tree import find_depth
 
@@ -43,6 +43,7 @@ class Rules:
         self._said: dict[str, set[str]] = defaultdict(set)  # texts by topic
         # Topics by agreement: the sender said them before it joined.
         self._before: dict[int, set[str]] = defaultdict(set)
+        self._shared: dict[str, set[int]] = defaultdict(set)  # ranks that said a note that needs all
         self._said_by: list[set[str]] = [set() for _ in ranks]
         self._heard: list[dict[str, str]] = [{} for _ in ranks]
         self._lost: list[set[int]] = [set() for _ in ranks]
@@ -84,6 +85,11 @@ class Rules:
         """A rank says something."""
         self._said[topic].add(text)
         self._said_by[rank].add(topic)
+
+    def on_share(self, rank: int, topic: str) -> None:
+        """A rank says a note that needs all ranks."""
+        self._said[topic].add("")
+        self._shared[topic].add(rank)
 
     def on_leave(self, now: float, rank: int) -> None:
         """A rank announces its end."""
@@ -170,14 +176,20 @@ class Rules:
         if text not in self._said[topic]:
             self.report(f"rank {rank} hears of topic {topic} what nobody said")
         self._heard[rank][topic] = text
+        if topic in self._shared and len(self._shared[topic]) < self._schedule.num_ranks:
+            self.report(f"rank {rank} hears topic {topic}, and not all ranks have said it")
         if self._heard[0].get(topic) != text:
             self.report(f"rank {rank} hears another text of topic {topic} than rank 0 took")
 
-    def on_left(self, rank: int) -> None:
-        """A node says that its rank may end."""
+    def on_left(self, now: float, rank: int) -> None:
+        """A node says that its rank may end: at once, also if a neighbour did not wait for it."""
         waited = set(self._neighbours[rank]) - self._leaves.keys() - self._lost[rank]
         if rank not in self._leaves or waited:
             self.report(f"rank {rank} may end, while ranks {sorted(waited)} have not left")
+        is_calm = all(isinstance(fault, Freeze) for fault in self._schedule.faults)
+        neighbours = self._neighbours[rank]
+        if is_calm and neighbours and all(self._could_leave(now, rank, peer) for peer in neighbours):
+            self.report(f"rank {rank} may end, and could have ended before")
         self._left.add(rank)
 
     def on_lose(self, now: float, rank: int, lost: int, host: str, is_silent: bool) -> None:
@@ -212,6 +224,11 @@ class Rules:
             return True
         both_left = max(self._leaves[rank], self._leaves.get(peer, math.inf))
         return not self._could_work(max(rank, peer), both_left, now)
+
+    def _could_leave(self, now: float, rank: int, peer: int) -> bool:
+        """True if a rank that leaves needed this neighbour no more for some time."""
+        both_left = max(self._leaves[rank], self._leaves.get(peer, math.inf))
+        return peer not in self._lost[rank] and self._could_work(max(rank, peer), both_left, now)
 
     def _could_work(self, child: int, begin: float, end: float) -> bool:
         """True if a link had enough time without a fault between two times."""
@@ -265,7 +282,8 @@ class Rules:
     def _finish_rank(self, rank: int) -> None:
         if self._answered[rank] != self._schedule.agreements:
             self.report(f"rank {rank} waits for answer {self._answered[rank] + 1} for ever")
-        unheard = self._said.keys() - self._heard[rank].keys()
+        incomplete = {topic for topic, ranks in self._shared.items() if len(ranks) < self._schedule.num_ranks}
+        unheard = self._said.keys() - self._heard[rank].keys() - incomplete
         if unheard and not self._ended:
             self.report(f"rank {rank} never hears topic {min(unheard)}")
 

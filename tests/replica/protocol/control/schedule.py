@@ -114,6 +114,7 @@ class Schedule:
         one_host: after the end of a connection, a rank can see whether its neighbour's process is
             there.
         announced: numbers of the agreements that rank 0 announces.
+        shared: number of notes that need all ranks. Each rank says each of them at some time.
         watched: a parent reports a child that is frozen for `SILENT_SECONDS`.
     """
 
@@ -129,6 +130,7 @@ class Schedule:
     faults: tuple[Fault, ...]
     announced: tuple[int, ...] = ()
     watched: bool = False
+    shared: int = 0
 
     def is_announced(self, number: int) -> bool:
         """True if rank 0 decides this agreement without words."""
@@ -158,6 +160,7 @@ def draw(seed: int) -> Schedule:
         # Not the last one: a rank leaves after an agreement in which all ranks took part.
         announced=tuple(number for number in range(1, agreements) if dice.random() < 0.4),
         watched=dice.random() < 0.5,
+        shared=dice.choice((0, 0, 1, 2)),
     )
 
 

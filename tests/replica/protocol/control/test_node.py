@@ -28,9 +28,11 @@ from titan_ft.protocol.control.link import (
 from titan_ft.protocol.control.message import (
     MAX_BYTES,
     AnswerMessage,
+    EndMessage,
     Frame,
     LossMessage,
     NoteMessage,
+    ShareMessage,
     WordsMessage,
     check_length,
     decode,
@@ -316,14 +318,72 @@ def test_a_process_that_has_ended_is_lost_at_once() -> None:
     assert node.disconnected(0, 1.04, has_ended=True) == []
 
 
-def test_words_that_are_too_long_together_close_the_connection() -> None:
-    """The words of each child fit into a frame, and their union does not."""
-    node = Node(0, 3)
-    for peer, letter in ((1, "a"), (2, "b")):
-        node.connected(peer, 0.0)
-        words = WordsMessage(1, frozenset({letter * (MAX_BYTES // 2)}))
-        actions = node.receive(peer, encode(Frame(1, 0, words)), 0.0)
-        assert actions == ([] if peer == 1 else [Close(2)])
+def test_words_that_are_too_long_together_are_nobodys_fault() -> None:
+    """The words of each rank fit into a frame, and their union does not: rank 0 learns that, and no rank is lost."""
+    group = Group(7)
+    for rank, node in enumerate(group.nodes):
+        group.act(rank, node.join(1, [str(rank) * (MAX_BYTES // 2)], 0.0))
+    assert group.actions == [(0, Decide(1, None))]
+    group.actions.clear()
+    group.act(0, group.nodes[0].decide(1, "answer 1", 0.0))
+    assert group.take(Answer) == [(rank, Answer(1, "answer 1")) for rank in range(7)]
+    group.agree(2)
+    assert group.take(Decide) == [(0, Decide(2, frozenset("0123456")))]
+
+
+def test_own_words_that_are_too_long_are_refused() -> None:
+    node = Node(0, 2)
+    with pytest.raises(ValueError, match="shorten"):
+        node.join(1, ["x" * MAX_BYTES], 0.0)
+    assert node.join(1, ["x"], 0.0) == []
+
+
+def test_notes_take_a_bounded_room() -> None:
+    """An attempt lasts for weeks, and each break of an exchange is a note."""
+    group = Group(3)
+    for number in range(nodes.MAX_TOPICS + 10):
+        group.act(1, group.nodes[1].say(str(number), "", 0.0))
+        group.act(1, group.nodes[1].say_with_all(f"shared {number}", 0.0))
+    assert [len(node._topics) for node in group.nodes] == [nodes.MAX_TOPICS] * 3
+    assert max(len(node._shares) for node in group.nodes) <= nodes.MAX_TOPICS
+    group.actions.clear()
+    group.act(2, group.nodes[2].say(str(nodes.MAX_TOPICS), "again", 0.0))
+    assert group.actions == [], "a topic of late is known"
+
+
+def test_a_note_that_needs_all_ranks_costs_one_message_on_each_link() -> None:
+    group = Group(7)
+    group.frames.clear()
+    for rank, node in enumerate(group.nodes):
+        assert group.take(Hear) == []
+        group.act(rank, node.say_with_all("hurry", 0.0))
+    assert {rank for rank, _ in group.take(Hear)} == set(range(7))
+    assert set(group.frames.values()) == {1}
+
+
+def test_an_end_without_a_message_that_the_sender_leaves() -> None:
+    """It would hide a loss."""
+    node = Node(0, 2)
+    node.connected(1, 0.0)
+    assert node.receive(1, encode(Frame(1, 0, EndMessage())), 0.0) == [Close(1)]
+
+
+def test_a_parent_has_no_share_in_a_note() -> None:
+    node = Node(1, 2)
+    node.connected(0, 0.0)
+    assert node.receive(0, encode(Frame(1, 0, ShareMessage("hurry"))), 0.0) == [Close(0)]
+
+
+def test_a_neighbour_that_did_not_wait_is_not_waited_for() -> None:
+    """Rank 0 has left and ended. Rank 1, which leaves later, may end at once."""
+    parent, child = Node(0, 2), Node(1, 2)
+    frames = [frame for action in parent.connected(1, 0.0) if isinstance(action, Send) for frame in [action.frame]]
+    child.connected(0, 0.0)
+    frames += [action.frame for action in [*parent.leave(1.0), *parent.end(3.0)] if isinstance(action, Send)]
+    actions = [action for frame in frames for action in child.receive(0, frame, 3.0)]
+    assert actions[-1] == Close(0)
+    assert not any(isinstance(action, Lose) for action in actions)
+    assert child.leave(5.0) == [Left()]
 
 
 def test_a_stranger_is_sent_away() -> None:

@@ -118,6 +118,10 @@ class World:
                     self._hosts[note.rank],
                     partial(self._say, note.rank, note.topic),
                 )
+        for ordinal in range(self.schedule.shared):
+            for host in self._hosts:
+                at = self._dice.uniform(0, 0.1 + self.schedule.agreements * self.schedule.pause)
+                self._post(at, host, partial(self._share, host, f"shared {ordinal}"))
         while self._heap and not self.problems:
             self.now, _, act = heapq.heappop(self._heap)
             act()
@@ -201,6 +205,11 @@ class World:
             self.rules.on_say(rank, topic, str(rank))
             self._act(host, host.node.say(topic, str(rank), self._clock(host)))
 
+    def _share(self, host: Host, topic: str) -> None:
+        if not host.stopped:
+            self.rules.on_share(host.rank, topic)
+            self._act(host, host.node.say_with_all(topic, self._clock(host)))
+
     def _decide(self, number: int) -> None:
         host = self._hosts[0]
         self.rules.on_decide(number, f"answer {number}")
@@ -222,6 +231,7 @@ class World:
         """End a process in order: what it has sent arrives."""
         if not host.alive:
             return
+        self._act(host, host.node.end(self._clock(host)))
         self.rules.on_end(self.now, host.rank)
         host.alive = False
         for peer in list(host.current):
@@ -256,7 +266,7 @@ class World:
                     host.stopped = True
                     self.rules.on_lose(self.now, host.rank, rank, name, silent_seconds > 0)
                 case nodes.Left():
-                    self.rules.on_left(host.rank)
+                    self.rules.on_left(self.now, host.rank)
                     self._post(self.now, host, partial(self._end, host))
         self._plan_tick(host)
 
