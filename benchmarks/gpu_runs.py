@@ -32,7 +32,7 @@ TRACE_WARMUP, TRACE_STEPS = 2, 3
 """Steps after the timed ones: with those the profiler begins, and these it keeps."""
 MOST_RATIO = 1.05
 MOST_WAITS = 3
-"""Of the training thread in a step, for the loss, the rows and the messages (docs/design.md); a group of several ranks
+"""Of the training thread in a step, for the loss, the rows and the messages (docs/gpu.md); a group of several ranks
 gathers its losses besides."""
 LEAST_STEP_SECONDS = 0.2
 """In a shorter step a vote and a few waits of the host are several percent, on a healthy machine too."""

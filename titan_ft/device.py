@@ -132,7 +132,7 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
     """Return what must be in the environment before a process with NCCL between the groups makes a communicator.
 
     What torch does by itself with a lost peer is to end the process, or to have it wait. It reads this for all
-    communicators alike, those inside the group too (docs/design.md, "NCCL between the groups").
+    communicators alike, those inside the group too (docs/gpu.md, "NCCL between the groups").
 
     Args:
         environ: as the user has it; what it has of this, and does not contradict it, stays.

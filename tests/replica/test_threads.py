@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The engine's threads are those of a table in docs/design.md; and the threads for single calls."""
+"""The engine's threads are those of a table in docs/patches.md; and the threads for single calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def places_that_start_threads() -> Counter[str]:
 
 def test_every_thread_is_in_the_table_with_its_owner_and_its_end() -> None:
     """A thread that nobody knows of outlives what it works for, or waits for a lock that another one holds."""
-    lines = (ROOT / "docs/design.md").read_text().split("\n## Threads\n")[1].split("\n## ")[0].splitlines()
+    lines = (ROOT / "docs/patches.md").read_text().split("\n## Threads\n")[1].split("\n## ")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
     assert all(len(row) == 4 and all(row) for row in rows)
     assert Counter(row[0].strip("`") for row in rows) == places_that_start_threads()

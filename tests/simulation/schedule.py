@@ -438,7 +438,7 @@ class _Draw:
         if self.groups > self.config.get("min_replica_size", 1):
             slot = self._slot()
             self.changes["late"] = {slot: round(1.0 + self.span * self.rng.random(), 3)}
-            # Who is right is said by whose clock was there first: docs/design.md, known limits.
+            # Who is right is said by whose clock was there first: docs/limits.md.
             self.changes |= {"odd": (slot,), "skew": 0.0}
 
     def least(self) -> None:

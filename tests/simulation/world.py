@@ -1207,7 +1207,7 @@ class World(standins.World):
     def _how_many_go_on(self, groups: Sequence[GroupRun], own: GroupRun | None = None) -> int:
         """Return how many of these groups go on if some cannot reach each other; of those parts that `own` is in.
 
-        As the engine has it (docs/design.md): as many holders of the job's state as possible, then as many groups. A
+        As the engine has it (docs/failures.md): as many holders of the job's state as possible, then as many groups. A
         larger part without that state could only begin the job anew. A tie decides who goes on, not how many.
         """
         claims = {group: min(rank.position.claim for rank in group.ranks) for group in groups}
@@ -1335,7 +1335,7 @@ class World(standins.World):
             if not (group.over or group.ended or group.slot in self.gone)
             and (not self._late(group) or group.told or (self.folder is not None and group.chooses))
         ]
-        # Fewer than the lighthouse wants wait for ever (docs/design.md, known limits).
+        # Fewer than the lighthouse wants wait for ever (docs/limits.md).
         return len(left) < self.options.min_replicas
 
     def _watch(self) -> None:

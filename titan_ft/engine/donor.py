@@ -6,6 +6,8 @@ The copy is made when a joiner asks for it: by the state server's thread while a
 write a part of the state, by the training thread in the next round, before the optimizer writes. In a round of several
 steps the training thread makes it between two of them, after the same step on all ranks of the group: the inner
 optimizer's moments must fit together.
+
+See docs/heal.md.
 """
 
 from __future__ import annotations

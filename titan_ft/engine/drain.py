@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Leave on SIGTERM: all ranks of a group after the same vote, or not at all if a rank of it has died."""
+"""Leave on SIGTERM: all ranks of a group after the same vote, or not at all if a rank of it has died.
+
+See docs/leaving.md.
+"""
 
 from __future__ import annotations
 

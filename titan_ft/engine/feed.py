@@ -8,6 +8,8 @@ What was read and not committed is kept and used again. A loader's state is that
 A loader that is opened at a state may read other batches than one that was never closed. So each entry
 says the checksum of the batch that follows on it, as far as that was read ahead, and whoever opens a
 slot compares the first batch. An event says what came of it.
+
+See docs/data.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 There is one way in. The group asks the holders that it finds for an offer, fetches the offered state, takes part in the
 exchanges without gradients and queues their sums, loads the state, replays the queue, and is ready. The phases and the
-transitions are in `protocol/healing.py`; docs/design.md, "One heal", follows one through the files.
+transitions are in `protocol/healing.py`; docs/heal.md follows one through the files.
 
     asks (`OfferSearch`) -> fetches (`CatchUp`) -> loads and replays -> applies the last update with the holders
 """

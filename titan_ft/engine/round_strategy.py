@@ -5,6 +5,8 @@
 A group makes `sync_steps` steps by itself, and the groups then exchange how far each has moved. torchtitan's `step`
 counts the steps of a group, as its LR schedule, logs and checkpoints do. `Position.step` counts rounds: the updates of
 the outer model.
+
+See docs/semi_sync.md.
 """
 
 from __future__ import annotations

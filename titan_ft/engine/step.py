@@ -5,6 +5,8 @@
 quorum (asked for at the last commit) -> forward and backward -> round (exchange, vote) -> decision -> the act
                                                                  ^                            |
                                                                  +---- same gradients --------+
+
+See docs/exchange.md.
 """
 
 from __future__ import annotations

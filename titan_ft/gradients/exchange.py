@@ -7,6 +7,8 @@ Gradients are copied into buckets of fixed content and order as autograd finishe
 all-reduce starts as soon as it and its predecessors are full. The buckets are copies: the local
 gradients stay untouched until the step is committed, so a broken exchange is repeated with the
 survivors and nothing is recomputed.
+
+See docs/exchange.md.
 """
 
 from __future__ import annotations

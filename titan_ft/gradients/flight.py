@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One exchange under way, in a thread of its own."""
+"""One exchange under way, in a thread of its own.
+
+See docs/exchange.md.
+"""
 
 from __future__ import annotations
 

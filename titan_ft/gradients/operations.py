@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The collectives of one exchange, as its thread makes them; see docs/design.md, Streams of a GPU."""
+"""The collectives of one exchange, as its thread makes them; see docs/exchange.md and docs/gpu.md."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@
 `group.Group` agrees by collectives, which the training threads alone may make. The control tree
 serves the other threads, and decisions that fall while the training threads compute or wait: votes,
 quorums, aborts, leaving. An agreement costs one trip up the tree and one trip down.
+
+See docs/membership.md.
 """
 
 from __future__ import annotations

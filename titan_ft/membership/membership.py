@@ -10,6 +10,8 @@ quorum to its own heal (it picks a donor per rank, fetches on the quorum thread,
 its first vote) and swallows errors of the exchange. With the layer below, a group reports the step it really holds
 and the heal is decided in the exchange, the same for all ranks of a group. What stays torchft's: lighthouse,
 heartbeats, quorum and the reconfigurable process groups.
+
+See docs/membership.md.
 """
 
 from __future__ import annotations

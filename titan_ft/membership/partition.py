@@ -13,6 +13,8 @@ In the order in which it happens:
 4. A group that is not in it leaves the quorum with its state, looks at its links until they are good, or until those
    at their other ends are gone, and comes back under a fresh name (`stay_outside`). Told to leave, it leaves at once:
    the others need nothing of it.
+
+See docs/failures.md.
 """
 
 from __future__ import annotations

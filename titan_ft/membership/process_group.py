@@ -244,7 +244,7 @@ class AbortableNccl(_Abortable, ProcessGroupNCCL):
         super().__init__(timeout=timeout)
         # torch reads this for each new communicator. torchtitan's 3 ends a process that loses a peer, which is right
         # inside a group. The loss of another group must end no process, and no partial data may pass as a sum.
-        # A communicator that the group makes later gets 0 as well (docs/design.md, "NCCL between the groups").
+        # A communicator that the group makes later gets 0 as well (docs/gpu.md, "NCCL between the groups").
         os.environ[device.ASYNC_ERROR_HANDLING] = "0"
         os.environ.update(device.NO_DUMPS)
         self.rehearse: Callable[[Any, int], None] = lambda group, num_members: None

@@ -7,6 +7,8 @@ the next quorum.
 
 The ranks with the same number in all groups are a column. Each column meets at the store of one group, its leader. All
 ranks find the leader from the quorum's names. The columns are spread over the groups, so that no store serves all.
+
+See docs/membership.md.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@
 Every rank of every group knows the same rows, and every rank of a group the same position, so each comes to the same
 decision by itself. Nothing here reads a clock, a folder or the network: what only one rank can know is agreed on in its
 group before it gets here (see `Group.clock`).
+
+See docs/exchange.md.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ offer's, which `engine/heal.py` compares at `load`, or that of the group's next 
 Only `roll_back` makes a group READY without one: with its own state.
 
 `engine/heal.py` acts on this: threads, memory and clocks are there.
+
+See docs/heal.md.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ its own after a restart or another one in its absence, goes on exactly behind th
 
 A rank's ledger holds the loader states of ranks with its own index only: in every group the ranks of one index read the
 same part of a slot.
+
+See docs/data.md.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 A full disk must not end a healthy run. A record that cannot be written waits in memory. It is
 written, in order, as soon as there is room again: at the next record, or when the process calls
 `retry_waiting` in a loop or a thread that it has anyway.
+
+See docs/observing.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Threads for single calls: their owner is the caller, and they end with the call.
 
-Threads that go on for longer are started by their owners; docs/design.md lists them, with the end of each.
+Threads that go on for longer are started by their owners; docs/patches.md lists them, with the end of each.
 """
 
 from __future__ import annotations

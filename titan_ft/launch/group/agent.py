@@ -18,6 +18,8 @@ torch elastic's agent (torchrun) is not used, because it does not hold what a gr
 - The agent of each node counts restarts and judges ends by itself, without a way to give a group up
   on all nodes.
 - It takes exit status 0 in the middle of training for success.
+
+See docs/agents.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checkpoints of a fault-tolerant run: torchtitan's own, written by one group on commit, with the ledger inside."""
+"""Checkpoints of a fault-tolerant run: torchtitan's own, written by one group on commit, with the ledger inside.
+
+See docs/checkpoints.md.
+"""
 
 from __future__ import annotations
 
