@@ -31,6 +31,7 @@ PAGES = (
     "tests/README.md",
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 )
+RESULTS = tuple(f"benchmarks/results/{path.name}" for path in sorted((ROOT / "benchmarks/results").glob("*.md")))
 PRINTED = (("docs/settings.py", "docs/settings.md"),)
 _REQUIRED = ("--replicas", "2", "--ranks-per-replica", "1", "--run-dir", "DIR")
 _PARSERS = {
@@ -184,7 +185,7 @@ def test_every_command_is_listed_with_what_runs_it() -> None:
     assert sorted(listed) == sorted(shown - {""})
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS, "CHANGELOG.md"])
 def test_links_lead_somewhere(page: str) -> None:
     """A file that a page links to exists, and so does the heading in it."""
     for target in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text()):
@@ -275,11 +276,21 @@ def test_the_faults_are_listed() -> None:
     assert f"{len(rows)} kinds" in page
 
 
+def _plain(text: str) -> str:
+    return " ".join(text.replace("**", "").split())
+
+
 def test_the_page_of_a_package_index_stands_alone() -> None:
-    """The text that a wheel carries has no relative link, and no command or figure that the README lacks."""
+    """The text that a wheel carries works without the sources, and says nothing that the README does not.
+
+    An index shows no file of the repository: a relative link or picture, also one by reference or in HTML, is broken.
+    """
     (name,) = re.findall(r'^readme = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     page, readme = (ROOT / name).read_text(), (ROOT / "README.md").read_text()
-    assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)]+)\)", page))
+    targets = re.findall(r"""\]\(([^)]+)\)|^\[[^]]+\]: *(\S+)|(?:src|href)=["']?([^"'\s>]+)""", page, re.MULTILINE)
+    assert targets
+    assert all("".join(target).startswith("https://") for target in targets)
+    assert _plain(page.split("\n\n")[1]) in _plain(readme)
     assert all(words in list(_commands("README.md")) for words in _commands(name))
     rows = [line for line in page.splitlines() if re.match(r"\| [a-z]", line)]
     assert rows
