@@ -15,9 +15,6 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-import torch.distributed
-
 from titan_ft.config import ConfigError
 
 RELEASES = ("0.2.2", "0.3.0")
@@ -57,11 +54,14 @@ def check_torchtitan() -> None:
     Raises:
         ConfigError: there is none, or one that does not offer what is needed, or torch is too old for it.
     """
-    if series() == "0.3" and not hasattr(torch.distributed, "set_timeout"):  # 0.3.0 calls it after its first step
-        raise ConfigError(
-            f"torch must be release 2.14 with torchtitan {RELEASES[1]}, got {torch.__version__}; "
-            "pip install torch==2.14.1"
-        )
+    if series() == "0.3":
+        import torch.distributed  # not above: an agent loads this module, and most need no torch
+
+        if not hasattr(torch.distributed, "set_timeout"):  # 0.3.0 calls it after its first step
+            raise ConfigError(
+                f"torch must be release 2.14 with torchtitan {RELEASES[1]}, got {torch.__version__}; "
+                "pip install torch==2.14.1"
+            )
     with expect_torchtitan():
         for name, attributes in _OFFERED[series()].items():
             module = importlib.import_module(name)
