@@ -154,12 +154,12 @@ def _meeting_table(control: Mapping[str, Any]) -> list[str]:
     by_size: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
     for figures in measured:
         by_size.setdefault((figures["groups"], figures["ranks"]), {})[figures["kind"]] = figures
-    columns = ("first meeting (s)", "after a death", "after a return")
+    columns = ("first meeting (s)", "after a death", "after a return", "CPU of a rank (ms)")
     rows = [["groups x ranks", *columns, *(f"by one store: {name}" for name in columns), "with Gloo: after a return"]]
     for (groups, ranks), kinds in by_size.items():
         cells = [f"{groups} x {ranks}"]
         for kind in ("columns", "store"):
-            cells += [_seconds(kinds.get(kind), name) for name in ("first", "death", "return")]
+            cells += [_seconds(kinds.get(kind), name) for name in ("first", "death", "return", "rank_cpu")]
         rows.append([*cells, _seconds(kinds.get("gloo"), "return")])
     lines = markdown(rows)
     if formula := control.get("meeting-formula"):

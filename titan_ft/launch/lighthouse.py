@@ -40,7 +40,7 @@ _QUORUM_TICK_MS = 20
 heartbeat's timeout; a look takes microseconds."""
 MOST_FORMER_NAMES = 1000
 """Names of processes that have ended. torchft's lighthouse keeps each name for ever, and each restart of a group brings
-one. With 10,000 of them a quorum took up to 130 ms instead of 4 ms (docs/benchmarks.md), and a page had 2 MB."""
+one. With 10,000 of them a page has 2.4 MB, and costs each of its readers 32 ms of CPU (docs/benchmarks.md)."""
 FORMER_SECONDS = 60.0
 """Without a heartbeat. A process that is alive after all only comes back under its name."""
 _LOOK_SECONDS = 10.0
