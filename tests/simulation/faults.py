@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tests.simulation.network import LIGHTHOUSE, Node
 from titan_ft.membership import seat
+from titan_ft.membership.pulse import SILENT_BEATS
+from titan_ft.protocol.control.link import GRACE_SECONDS
 
 if TYPE_CHECKING:
     from tests.simulation.rank import Rank
@@ -150,6 +152,12 @@ class Freeze(Fault):
 
         _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))
 
+    def excuses(self, error: str, rank: Rank, world: World) -> bool:
+        """The group of one frozen rank ends, and a sibling may hear of the loss before rank 0 has ended."""
+        patience = SILENT_BEATS * world.config["heartbeat_timeout_ms"] / 1000
+        is_silent = self.rank >= 0 and self.seconds >= patience
+        return error == "RankLostError" and rank.slot == self.slot and is_silent
+
     def shorter(self) -> list[Fault]:
         return [Freeze(self.at, self.slot, self.rank, self.seconds, "")] if self.moment else []
 
@@ -245,8 +253,12 @@ class CutInside(Fault):
             world.silenced(group, [group.ranks[self.rank or self.other]], self.seconds)
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """Who has yet to come to the lighthouse has nothing to lose, and is started again."""
-        return error == "DistNetworkError" and rank.slot == self.slot and not rank.is_built
+        """A rank that is not yet built has nothing to lose. A cut longer than the grace loses a rank of the group."""
+        if rank.slot != self.slot:
+            return False
+        if error == "RankLostError":
+            return self.seconds >= GRACE_SECONDS
+        return error == "DistNetworkError" and not rank.is_built
 
     def shorter(self) -> list[Fault]:
         return [replace(self, one_way=False)] if self.one_way else []

@@ -726,7 +726,7 @@ def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update(kill: float) ->
         (0.1, 0.3, 2),
         (0.1, 0.7, 3),
         (0.1, 1.1, 4),
-        (0.5, 0.05, 1),  # in the midst of a step, to which the lone group admits it
+        (0.4, 0.05, 1),  # in the midst of a step, to which the lone group admits it
         (0.5, 0.3, 2),
     ],
 )
