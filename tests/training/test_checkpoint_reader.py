@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 from collections.abc import Callable
@@ -84,6 +85,21 @@ def test_a_poisoned_table_runs_nothing(tmp_path: Path) -> None:
     assert not mark.exists()
     dcp.FileSystemReader(folder).read_metadata()
     assert mark.exists(), "torch's own reader runs it: the test attacks"
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["pathlib PosixPath", "torch.distributed.checkpoint.metadata MetadataIndex", "torch.serialization _get_layout"],
+)
+def test_a_table_changes_no_class_and_no_function(tmp_path: Path, target: str) -> None:
+    """BUILD sets attributes of whatever is below it: `PosixPath._str` would replace every path of the process."""
+    module, name = target.split()
+    folder = tmp_path / "step-10"
+    save(folder)
+    state = b"N}\x8c\x05mark_\x8c\x04evils\x86b."  # (None, {"mark_": "evil"}), given to what is before it
+    (folder / ".metadata").write_bytes(f"\x80\x04c{module}\n{name}\n".encode("latin-1") + state)
+    assert "would be changed for good" in find_defect(folder)
+    assert not hasattr(getattr(importlib.import_module(module), name), "mark_")
 
 
 def test_a_poisoned_value_runs_nothing(tmp_path: Path) -> None:
