@@ -28,6 +28,7 @@ from titan_ft.membership.control_tree import ControlTree
 from titan_ft.protocol.errors import first_line
 from titan_ft.protocol.member import Member
 from titan_ft.system.address import split_address
+from titan_ft.system.seal import add_seal, remove_seal
 from titan_ft.system.threads import call_aside
 from titan_ft.transfer.reach import check_listens, within
 
@@ -173,11 +174,15 @@ class Rendezvous:
                 address = split_address(leader.store)
                 kept = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
             store = PrefixStore(prefix, kept)
-            store.set(str(rank), f"{self._address} {step}")
+            store.set(str(rank), add_seal(leader.token, f"{prefix}/{rank}", f"{self._address} {step}"))
             # One request for all members: a read for each would be a request for each pair of them, in every column.
             found = store.multi_get([str(rank) for rank in range(world_size)])  # waits until all are there
             self._kept = leader, kept
-            return [text.decode() for text in found]
+            # Whoever reaches the store may write: a false step would make holders of the state joiners.
+            return [
+                remove_seal(leader.token, f"{prefix}/{peer}", text.decode(errors="replace"))
+                for peer, text in enumerate(found)
+            ]
 
         # The way there may be dead. Longer than what the store's own timeout ends, which says more.
         return within(2 * limit, exchange)

@@ -58,6 +58,20 @@ def test_another_process_serves_its_store_at_the_same_port(trees: Trees) -> None
     assert meet("second", (reborn, upper), (rendezvous(trees.connect(), 0), survivor)) == [None, None]
 
 
+def test_what_a_stranger_writes_is_no_address(trees: Trees) -> None:
+    """Its step would make the holders of the job's state joiners, and its address would be asked for that state."""
+    store = serve()
+    pair = tuple(
+        Member(slot, 1.0 + slot, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}", token="t") for slot in range(2)
+    )
+    end = rendezvous(trees.connect(), 0)
+    store.set("titan_ft/first/1/0/1", "10.6.6.6:1 1000000")
+    wrong = end.configure("first", 1, pair, pair[0], 0)
+    assert wrong is not None
+    assert "no valid seal" in wrong
+    assert (end.step, end.peers) == (0, {})
+
+
 def test_a_store_keeps_the_keys_of_the_last_meeting_only(trees: Trees) -> None:
     """Each change of membership would leave its members' addresses, and those of Gloo's connections."""
     store = serve()
