@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from titan_ft import device
+from titan_ft.protocol.errors import RefusedError
 from titan_ft.protocol.round import Update
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.wire import TransferError
@@ -82,7 +83,9 @@ class CatchUp:
     def error(self) -> str | None:
         """Return why the fetch failed; None while it runs or when it worked."""
         failure = self._fetch.exception() if self._fetch.done() else None
-        if failure is not None and not isinstance(failure, TransferError):
+        # A refusal is no end of this group: the process that answers at the address of a donor that died may be a
+        # stranger's. The groups of another token never meet this one.
+        if failure is not None and not isinstance(failure, TransferError | RefusedError):
             raise failure
         return None if failure is None else str(failure)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from titan_ft.engine.catch_up import CatchUp, Fetched
+from titan_ft.protocol.errors import RefusedError
 from titan_ft.protocol.round import NO_SUMS, NoSums, Update
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.wire import TransferError
@@ -100,6 +101,13 @@ def test_a_failed_fetch_tells_why(held: HeldFetch, attempt: CatchUp) -> None:
     end(held, attempt)
     assert attempt.fetched() is Fetched.FAILED
     assert attempt.error == "the donor is gone"
+
+
+def test_a_refusal_is_a_failed_fetch(held: HeldFetch, attempt: CatchUp) -> None:
+    """A stranger may answer at the address of a donor that died. The next attempt has another donor."""
+    held.result = RefusedError("127.0.0.1:1: no")
+    end(held, attempt)
+    assert (attempt.fetched(), attempt.error) == (Fetched.FAILED, "127.0.0.1:1: no")
 
 
 @pytest.mark.parametrize("look", [CatchUp.fetched, lambda attempt: attempt.error])
