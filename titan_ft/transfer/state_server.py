@@ -11,7 +11,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from titan_ft import device
@@ -23,6 +23,8 @@ from titan_ft.transfer.tls import Certificate
 from titan_ft.transfer.wire import Message, SealedStream, check_joiner, octets
 
 _HANDSHAKE_SECONDS = 10.0
+_MAX_UNPROVEN = 64
+"""Connections without a proof of the token. The next one closes the oldest."""
 _OFFER_SECONDS = 1.0  # that a newcomer's question may wait for the offer; less than it waits for the answer
 _WAITING_SECONDS = 1.0  # between two lines of a donor that has yet to take the snapshot; well below a joiner's stall
 _POLL_SECONDS = 1.0  # of the thread that listens. `close` wakes it: a shorter time would only cost each step
@@ -72,7 +74,8 @@ class StateServer:
         self._readers = 0
         self._changed = threading.Condition()
         self._use_device = device.for_thread()
-        self._server = _Server((host, 0), self._handle)
+        self._unproven = _Unproven()
+        self._server = _Server((host, 0), self._handle, self._unproven.close_late)
         self.address = join_address(host, int(self._server.server_address[1]))
         """host:port that joiners dial; their proof covers it."""
         threading.Thread(
@@ -156,7 +159,8 @@ class StateServer:
         connection.settimeout(_HANDSHAKE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # an answer's end waits for no delayed ACK
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_JOINER_SECONDS * 1000))
-        stream = check_joiner(connection, self.address, self._token, self._certificate)
+        with self._unproven.holding(connection):
+            stream = check_joiner(connection, self.address, self._token, self._certificate)
         with contextlib.closing(stream.connection):
             self._serve(stream)
 
@@ -277,15 +281,62 @@ def _read_part(request: Message) -> Part:
     return Part(place, number)
 
 
+class _Unproven:
+    """The connections whose other end has yet to prove that it knows the token.
+
+    The timeout of a socket begins anew with each byte. A stranger who sends a byte now and then would keep a thread
+    and a descriptor for good, and enough of them would leave the worker without descriptors.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: dict[socket.socket, float] = {}  # a copy of each connection, the oldest one first
+
+    @contextlib.contextmanager
+    def holding(self, connection: socket.socket) -> Iterator[None]:
+        """Count a connection for the time of its handshake."""
+        own = connection.dup()  # TLS takes the connection's own descriptor away
+        with self._lock:
+            self._since[own] = time.monotonic()
+            if len(self._since) > _MAX_UNPROVEN:
+                self._shut_down(next(iter(self._since)))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._since.pop(own, None)
+                own.close()
+
+    def close_late(self) -> None:
+        """End the handshakes that have taken too long."""
+        now = time.monotonic()
+        with self._lock:
+            for connection, since in list(self._since.items()):
+                if now - since >= _HANDSHAKE_SECONDS:
+                    self._shut_down(connection)
+
+    def _shut_down(self, connection: socket.socket) -> None:
+        """Wake the thread of a connection with an end of file; the thread closes it."""
+        del self._since[connection]
+        with contextlib.suppress(OSError):  # the other end has gone
+            connection.shutdown(socket.SHUT_RDWR)
+
+
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], handle: Callable[[socket.socket], None]) -> None:
+    def __init__(
+        self, address: tuple[str, int], handle: Callable[[socket.socket], None], look: Callable[[], None]
+    ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._handle = handle
+        self._handle, self._look = handle, look
         super().__init__(address, socketserver.BaseRequestHandler)
+
+    def service_actions(self) -> None:
+        """Look at the handshakes; the thread that listens calls this after each poll and each connection."""
+        self._look()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         # The joiner went away, or does not speak the protocol. A real one asks again, here or elsewhere.

@@ -46,7 +46,7 @@ import hmac
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedRWPair
 from typing import Annotated, Any, TypeAlias, TypedDict
 
@@ -114,7 +114,7 @@ class Handshake:
         fingerprint: of the donor's certificate; empty = no TLS.
     """
 
-    token: str
+    token: str = field(repr=False)  # a log line must not show it
     donor_nonce: str
     joiner_nonce: str
     address: str

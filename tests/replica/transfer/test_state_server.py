@@ -254,6 +254,36 @@ def test_a_stranger_who_says_nothing_is_dropped(
         assert read_rest(stream) == b""
 
 
+def test_a_stranger_who_says_little_is_dropped(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A blank now and then is within the timeout of each read, and holds a thread and a descriptor for good."""
+    monkeypatch.setattr(state_server, "_HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(state_server, "_POLL_SECONDS", 0.1)
+    donor = start_donor()
+    with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as stranger:
+        deadline = time.monotonic() + DEADLINE
+        with contextlib.suppress(ConnectionError):
+            while True:
+                assert time.monotonic() < deadline, "it is still connected"
+                stranger.sendall(b" ")
+                time.sleep(0.05)
+
+
+def test_the_oldest_of_many_strangers_is_dropped(donor: Donor) -> None:
+    """They are bounded, and a joiner that comes after them is served."""
+    sent = donor.publish(make_snapshot(5, CHUNK))
+    with contextlib.ExitStack() as strangers:
+        streams = []
+        for _ in range(state_server._MAX_UNPROVEN + 1):
+            stranger = socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE)
+            strangers.callback(stranger.close)
+            streams.append(stranger.makefile("rb"))
+            streams[-1].readline()  # it is counted
+        assert read_rest(streams[0]) == b""
+        check_equal(donor.fetch(5), sent)
+
+
 def test_a_throttled_donor_keeps_to_the_rate(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
     """Two joiners with three connections each share what the donor may send, and both get every byte."""
     donor = start_donor(max_mbps=4.0)  # half a million bytes per second
