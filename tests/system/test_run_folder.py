@@ -87,6 +87,21 @@ def test_a_file_server_that_maps_this_user_is_no_stranger(folder: Path, monkeypa
         check_run_folder(folder)
 
 
+@as_root
+def test_a_folder_of_another_user_that_cannot_be_probed_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its entries may be open to all although the folder itself is not."""
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    os.chown(folder, NOBODY, -1)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}"):
+        check_run_folder(folder)
+
+
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
     """Provide a file of this user that must stay as it is."""

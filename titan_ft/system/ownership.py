@@ -46,8 +46,11 @@ def find_stranger(folder: Path) -> tuple[Path, int] | None:
     if owner not in ours:
         # A file server that maps root to nobody, or a user namespace, makes the files of this user
         # another one's. Then a new file is that one's as well.
-        with tempfile.TemporaryFile(dir=folder) as own:
-            ours.add(os.fstat(own.fileno()).st_uid)
+        try:
+            with tempfile.TemporaryFile(dir=folder) as own:
+                ours.add(os.fstat(own.fileno()).st_uid)
+        except OSError:  # such as PermissionError: only the entries of the other user's folder may be open to all
+            return folder, owner
     if owner not in ours:
         return folder, owner
     with os.scandir(folder) as entries:
