@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
 import importlib
 import os
 import pickle
@@ -11,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from titan_ft.training.checkpoint.damage import find_defect
+from titan_ft.training.checkpoint.damage import Failure, classify, find_defect
 from titan_ft.training.checkpoint.reader import CheckpointPlanner, CheckpointReader
 
 
@@ -111,6 +114,27 @@ def test_a_poisoned_value_runs_nothing(tmp_path: Path) -> None:
     assert not mark.exists()
     dcp.load({"extra": None}, checkpoint_id=folder, no_dist=True)
     assert mark.exists(), "torch's own planner runs it: the test attacks"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.float64(0.5), np.arange(3), datetime.timedelta(1), range(3), frozenset({1})],
+    ids=lambda v: type(v).__name__,
+)
+def test_plain_values_of_numpy_and_the_standard_library_are_read(tmp_path: Path, value: Any) -> None:
+    """Optimizers and schedulers keep such values."""
+    save(tmp_path / "step-1", extra=[value])
+    (found,) = load(tmp_path / "step-1", {"extra": [None]})["extra"]
+    assert type(found) is type(value)
+    assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
+
+
+def test_a_class_that_is_refused_is_no_damage(tmp_path: Path) -> None:
+    """A checkpoint that counts as damaged is passed over, and each older one holds such a value as well."""
+    save(tmp_path / "step-1", extra=[collections.deque([1])])
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path / "step-1", {"extra": [None]})
+    assert classify(caught.value) == (Failure.UNSAFE, "collections.deque at extra")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ plain values, as those of torchtitan's text data are: reading 4 kB back takes 1.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy._core import multiarray
-from torch.serialization import safe_globals
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ft.config import ConfigError
@@ -135,9 +136,25 @@ def _pack(state: Any) -> bytes:
     return file.getvalue()
 
 
-def _unpack(packed: bytes) -> Any:
+def load_value(file: io.BytesIO) -> Any:
+    """Read what `torch.save` has written, without running code from it.
+
+    Raises:
+        UnpicklingError: it contains a class that is neither torch's nor NumPy's nor in `_STANDARD`.
+    """
     with safe_globals([*_NUMPY, *_STANDARD]):
-        return torch.load(io.BytesIO(packed), weights_only=True)
+        return torch.load(file, weights_only=True)
+
+
+def find_refused_classes(file: io.BytesIO) -> list[str]:
+    """Return the classes, and functions, for which `load_value` refuses a value; empty if its bytes are damaged."""
+    with safe_globals([*_NUMPY, *_STANDARD]), contextlib.suppress(Exception):  # damaged bytes raise anything
+        return sorted(get_unsafe_globals_in_checkpoint(file))
+    return []
+
+
+def _unpack(packed: bytes) -> Any:
+    return load_value(io.BytesIO(packed))
 
 
 def _kinds_in(value: Any, depth: int = 0) -> Iterator[object]:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from titan_ft.host.titan import TRAIN_STATE
 from titan_ft.training.checkpoint.folder import INDEX, MANIFEST, METADATA, DamagedError, Manifest, digest_table
-from titan_ft.training.checkpoint.reader import CheckpointReader
+from titan_ft.training.checkpoint.reader import CheckpointReader, UnsafeValueError
 from titan_ft.training.checkpoint.states import QUORUM_STATE
 
 NOTES = "failed-load-*.json"
@@ -41,6 +41,7 @@ class Failure(enum.Enum):
 
     OTHER_STATE = enum.auto()  # the checkpoint is sound, and another model's or another run's
     UNREADABLE = enum.auto()  # the file system did not answer; the next try may succeed
+    UNSAFE = enum.auto()  # the bytes are sound, and hold a class that could run code
     DAMAGED = enum.auto()
 
 
@@ -127,6 +128,8 @@ def classify(error: CheckpointException) -> tuple[Failure, str]:
     phase = error.args[0]
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:
+        if isinstance(cause, UnsafeValueError):
+            return Failure.UNSAFE, one_line(cause)
         if isinstance(cause, PermissionError):  # another start would fail in the same way
             return Failure.DAMAGED, one_line(cause)
         # torch swallows the OSError of the table's file and raises a plain AssertionError, as it does

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from titan_ft.engine.loader_state import find_refused_classes, load_value
+
 _CLASSES = {
     metadata.__name__: (
         "BytesStorageMetadata",
@@ -80,14 +82,25 @@ class CheckpointPlanner(DefaultLoadPlanner):
         """Take in a value that is no tensor.
 
         Raises:
-            UnpicklingError: it contains a class that `torch.serialization.add_safe_globals` was not given.
+            UnsafeValueError: it contains a class that `torch.serialization.add_safe_globals` was not given.
+            UnpicklingError: its bytes are damaged.
         """
         name = read_item.dest_index.fqn
-        loaded = torch.load(value, weights_only=True)
+        try:
+            loaded = load_value(value)
+        except pickle.UnpicklingError as error:
+            value.seek(0)
+            if classes := find_refused_classes(value):
+                raise UnsafeValueError(f"{', '.join(classes)} at {name}") from error
+            raise
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
+
+
+class UnsafeValueError(ValueError):
+    """A value that is no tensor has a class that could run code. Its bytes are sound."""
 
 
 class _TableUnpickler(pickle._Unpickler):
