@@ -90,7 +90,7 @@ def test_a_hung_rank_ends_itself(make_job: Callable[..., Job]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], ranks: int) -> None:
     """A group whose heartbeats stop is not waited for; continued, it finds out, and heals without a restart."""
     gates = [gate("go", rank=0), *(gate("later", LATER, replica=0, rank=rank) for rank in range(ranks))]
@@ -156,7 +156,7 @@ def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> N
 def test_each_rank_of_four_is_stopped(make_job: Callable[..., Job]) -> None:
     """One after the other, in a tree of which each rank is the child of the one before: none of its children is named.
 
-    Of rank 0 the others hear as of a stopped group, see above.
+    Of rank 0 the others hear as of a stopped group: `test_a_stopped_group_is_left_behind_and_heals`.
     """
     gates = [gate(f"go{rank}", rank=rank, attempt=rank - 1) for rank in (1, 2, 3)]
     job = make_job(
