@@ -165,7 +165,7 @@ class Groups:
 def main(argv: Sequence[str]) -> None:
     """Be one of the processes."""
     kind, num_ranks = argv
-    vars(rendezvous)["_LEAST_SECONDS"] = _LIMIT.total_seconds()
+    vars(rendezvous)["_BASE_SECONDS"] = _LIMIT.total_seconds()
     groups = Groups(kind, int(num_ranks))
     for line in sys.stdin:
         order = json.loads(line)

@@ -26,7 +26,7 @@ from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.strategy import StepStrategy
 from titan_ft.engine.watchdog import Watchdog
 from titan_ft.host.titan import HostTrainer, JobConfig, ParallelDims, logger, read_batches, set_pg_timeouts
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol.decision import LastToLeave
 from titan_ft.protocol.errors import HungError, JobFinished, Leaving
 from titan_ft.protocol.ledger import Ledger
@@ -84,7 +84,7 @@ class ReplicaTrainer(HostTrainer):
         super().__init__(job_config, ReplicaCheckpoints)
         self._hyperparameters = Hyperparameters(self.optimizers, self.lr_schedulers)
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
-        self._group = Group(self.device, loss_group(self.parallel_dims))
+        self._group = GroupCollectives(self.device, loss_group(self.parallel_dims))
         self._loaders = loaders
         self._feed = Feed(self._ledger, loaders.open, partial(read_batches, self), self._events.emit)
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
@@ -137,7 +137,7 @@ class ReplicaTrainer(HostTrainer):
         Raises:
             JobFinished: it is; on all ranks of the group.
         """
-        group, config = Group(self.device, None), self.job_config
+        group, config = GroupCollectives(self.device, None), self.job_config
         mark = RunPaths(config.job.dump_folder).finished
         # Rank 0 looks for all: on a shared file system two ranks may see different things.
         step = finished_step(mark, self.launch.config_digest) if self.launch.rank == 0 else None

@@ -83,7 +83,7 @@ def test_kill_between_quorum_and_process_group(make_job: Callable[..., Job], poi
     """A group that dies before its process group stands costs its peers a new quorum: at the start, on return."""
     first = [] if attempt == 0 else [kill(1, "forward")]
     faults = [*first, kill(1, point, 0, attempt=attempt)]
-    constants = {"titan_ft.membership.rendezvous._LEAST_SECONDS": 1.0}  # the peer waits so long for the dead one
+    constants = {"titan_ft.membership.rendezvous._BASE_SECONDS": 1.0}  # the peer waits so long for the dead one
     job = make_job(groups=2, hooks={"faults": faults, "hold": 2, "constants": constants}, late=False)
     job.run()
     events = check(job, survivors=[0])

@@ -246,7 +246,7 @@ class Trees:
         host = "127.0.0.1"
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False) if num_ranks > 1 else None
         name = f"node-{rank}"
-        tree = ControlTree(rank, num_ranks, host=host, token="token", store=store, key="group/0", name=name)
+        tree = ControlTree(rank, num_ranks, host=host, token="token", store=store, key="group/0", host_name=name)
         self._made.append(tree)
         return tree
 

@@ -35,7 +35,7 @@ from titan_ft.gradients.bucket import Bucket
 from titan_ft.gradients.flight import Flight
 from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
-from titan_ft.membership import group, membership, partition, pulse
+from titan_ft.membership import group_collectives, membership, partition, pulse
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.protocol import decision, healing, member, verdict
 from titan_ft.protocol.control import link as control_links
@@ -179,7 +179,7 @@ def start_by_own_clock(patch: Patch) -> None:
 
     def start(former: Callable[..., bool], self: Any, begin_at: int) -> bool:
         own = copy.copy(self._group)
-        own.clock = lambda: group.time.monotonic()
+        own.clock = lambda: group_collectives.time.monotonic()
         with lent(self, _group=own):
             return former(self, begin_at)
 
@@ -378,10 +378,10 @@ def note_may_come_after_the_vote(patch: Patch) -> None:
 def joiner_begins_rank_by_rank(patch: Patch) -> None:
     """A joiner begins with the fetched state before all ranks of its group have it."""
 
-    def gather(former: Callable[..., list[int]], self: group.Group, value: int) -> list[int]:
+    def gather(former: Callable[..., list[int]], self: group_collectives.GroupCollectives, value: int) -> list[int]:
         return [value] if isinstance(value, catch_up.Fetched) else former(self, value)
 
-    around(patch, group.Group, "gather", gather)
+    around(patch, group_collectives.GroupCollectives, "gather", gather)
 
 
 @mutation(kinds=("checkpoint",), promises=("ranks never part", "no state given up", "liveness"))
@@ -406,7 +406,7 @@ def outsider_does_not_leave(patch: Patch) -> None:
         with lent(self, _leave_requested=lambda: False):
             return former(self, lost)
 
-    around(patch, partition.Partition, "_look_outside", look)
+    around(patch, partition.Partition, "_probe_outside", look)
     substitute(patch, drain.Drain, "stops_waiting", lambda self, is_answered: False)
 
 

@@ -34,8 +34,8 @@ from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.strategy import StepStrategy
 from titan_ft.engine.watchdog import Watchdog, end_process
 from titan_ft.gradients.exchange import GradientExchange, Reduced
-from titan_ft.membership.control_tree import Announcement, ControlTree
-from titan_ft.membership.group import Group
+from titan_ft.membership.control_tree import ControlTree, ReceivedDecision
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.pulse import SILENT_BEATS
 from titan_ft.protocol.control.node import Lose
@@ -284,7 +284,7 @@ class Rank:
             token="token",
             store=control_store,
             key=f"titan_ft/control/{self.slot}/{self.group.attempt}",
-            name=world.host(self.node),
+            host_name=world.host(self.node),
             patience=SILENT_BEATS * config.heartbeat_timeout_ms / 1000,
             fan_out=FAN_OUT,
         )
@@ -299,7 +299,7 @@ class Rank:
             self.drain.request()
         self.watchdog = Watchdog(config.hang_timeout_seconds, lambda: events.emit(Hung(step=0)))
         world_group: Any = "world"
-        self._group = Group(torch.device("cpu"), world_group)
+        self._group = GroupCollectives(torch.device("cpu"), world_group)
         # As the trainer does: who has met the others already would be waited for.
         if world.folder is None:
             self.found = NO_STEP
@@ -403,7 +403,7 @@ class Rank:
             world.agreed(self, answer)
             return answer
 
-        def watched_announce(judge: Callable[[], str]) -> Announcement:
+        def watched_announce(judge: Callable[[], str]) -> ReceivedDecision:
             announced = announce(judge)
             world.agreed(self, announced.text)
             return announced

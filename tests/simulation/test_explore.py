@@ -50,7 +50,7 @@ from titan_ft.engine.round import Rounds
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.membership import membership, pulse
 from titan_ft.membership.control_tree import ControlTree
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol import member
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.row import Why
@@ -780,7 +780,7 @@ def test_a_step_has_one_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("rank0_decides", "rank0_announces", "say"):
         counted(ControlTree, name)
-    counted(Group, "gather")
+    counted(GroupCollectives, "gather")
 
     def run(steps: int) -> Counter[str]:
         counts.clear()

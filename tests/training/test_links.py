@@ -26,7 +26,7 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 
 from titan_ft.config import FaultTolerance  # noqa: E402
 from titan_ft.membership.control_tree import ControlTree  # noqa: E402
-from titan_ft.membership.group import Group  # noqa: E402
+from titan_ft.membership.group_collectives import GroupCollectives  # noqa: E402
 from titan_ft.protocol.control.node import Lose  # noqa: E402
 from titan_ft.run.error_file import FILE_ENV, read_error  # noqa: E402
 from titan_ft.run.events import Event, RankSilent  # noqa: E402
@@ -45,7 +45,7 @@ def _world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class TwoRanks(Group):
+class TwoRanks(GroupCollectives):
     """A group whose other rank tells `other`."""
 
     def __init__(self, other: int) -> None:
@@ -55,11 +55,11 @@ class TwoRanks(Group):
         return [value, self.other]
 
 
-def shape(*parts: nn.Module, group: Group | None = None, **degrees: int) -> str:
+def shape(*parts: nn.Module, group: GroupCollectives | None = None, **degrees: int) -> str:
     dims = ParallelDims(
         **{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "world_size": 1, **degrees}
     )
-    return _group_shape(dims, parts, group or Group(torch.device("cpu"), None))
+    return _group_shape(dims, parts, group or GroupCollectives(torch.device("cpu"), None))
 
 
 def test_the_same_model_has_the_same_shape() -> None:

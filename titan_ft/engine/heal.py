@@ -22,7 +22,7 @@ from titan_ft.engine.lookout import Lookout
 from titan_ft.engine.offer import OfferSearch
 from titan_ft.engine.round import PAUSE_SECONDS, Rounds
 from titan_ft.gradients.exchange import GradientExchange
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol import decision as decisions
 from titan_ft.protocol.decision import decide, gives_next, is_update
 from titan_ft.protocol.errors import Leaving, first_line
@@ -57,7 +57,8 @@ _POLL_SECONDS = 0.05  # between two looks at the other ranks of the group and at
 class Heal:
     """Brings this rank's group to the job's state; see `run`. Training thread only.
 
-    All ranks of a group call the same methods alike, and agree on what only one of them can know (`Group.gather`).
+    All ranks of a group call the same methods alike, and agree on what only one of them can know
+    (`GroupCollectives.gather`).
 
     Args:
         nominal_tokens: tokens of a step with all groups present.
@@ -75,7 +76,7 @@ class Heal:
         exchange: GradientExchange,
         state: TrainState,
         ledger: Ledger,
-        group: Group,
+        group: GroupCollectives,
         events: EventLog,
         nominal_tokens: int,
         token: str,

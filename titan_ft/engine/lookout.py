@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 
 from titan_ft.engine.round import Rounds
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.round import Round
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 class Lookout:
     """Measures the time without a holder in sight, by the group's clock. All ranks call it alike."""
 
-    def __init__(self, position: Position, rounds: Rounds, group: Group) -> None:
+    def __init__(self, position: Position, rounds: Rounds, group: GroupCollectives) -> None:
         self._position, self._rounds, self._group = position, rounds, group
         self._alone_since: float | None = None
         self._outsiders: list[int] = []  # slots of groups that lived outside of the last round

@@ -23,7 +23,7 @@ from titan_ft.engine.waits import WaitLog
 from titan_ft.engine.watchdog import Watchdog
 from titan_ft.gradients.exchange import GradientExchange, Reduced
 from titan_ft.gradients.flight import ExchangeError
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.membership.membership import Membership
 from titan_ft.protocol.decision import find_first_donors, is_under_way, is_update, may_leave
 from titan_ft.protocol.errors import Leaving
@@ -66,7 +66,7 @@ class Rounds:
         position: Position,
         state: TrainState,
         donor: Donor,
-        group: Group,
+        group: GroupCollectives,
         events: EventLog,
         drain: Drain,
         watchdog: Watchdog,

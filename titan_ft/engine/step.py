@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from titan_ft.config import FaultTolerance
 from titan_ft.engine.heal import Heal
 from titan_ft.engine.round import PAUSE_SECONDS, Rounds, Sign
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol import decision as decisions
 from titan_ft.protocol import straggler
 from titan_ft.protocol.decision import ALONE_SECONDS, Decision, LastToLeave, decide, find_last_to_leave
@@ -111,7 +111,7 @@ class ReplicaDimension:
         rounds: Rounds,
         heal: Heal,
         ledger: Ledger,
-        group: Group,
+        group: GroupCollectives,
         events: EventLog,
         nominal_tokens: int,
         pauses_after: Callable[[int], bool],

@@ -24,7 +24,7 @@ from titan_ft.engine.outer import OuterModel
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.work import Work
 from titan_ft.gradients.exchange import GradientExchange
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol.lr_policy import lr_factor, scaled_lr
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import Contribution
@@ -149,7 +149,7 @@ class StepStrategy:
         training: GroupTraining,
         *,
         position: Position,
-        group: Group,
+        group: GroupCollectives,
         counters: CommitCounters,
         num_ranks: int,
     ) -> None:

@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The collectives of an exchange, as calls that torch's backends carry out alike.
+"""The collectives of an exchange, in the form that torch's Gloo and NCCL both accept.
 
-The exchange, the rehearsal in the set-up of a communicator and the tests make the same calls.
+The exchange, the rehearsal in the set-up of a communicator and the tests make the same calls. So the
+rehearsal uses exactly the algorithms of the exchange. See docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -17,21 +18,26 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  
     AllToAllOptions,
 )
 
-_REHEARSED_FACTOR = 16  # between two sizes: NCCL has few algorithms for a sum, each for a range of sizes
+_REHEARSED_FACTOR = 16
+"""Ratio of two rehearsed sizes. NCCL has few algorithms for a sum, each for a range of sizes."""
 
 
 def all_reduce(group: Any, tensor: torch.Tensor, timeout: timedelta) -> Any:
-    """Begin to replace `tensor` by the sum over all members; returns torch's work."""
+    """Start to replace `tensor` by the sum over all members. Return torch's work."""
     options = AllreduceOptions()
     options.timeout = timeout
     return group.allreduce([tensor], options)
 
 
 def all_to_all(group: Any, rows: torch.Tensor, timeout: timedelta) -> torch.Tensor:
-    """Send a row to each member, and return the rows that the members send, in a tensor of the same shape.
+    """Send row `i` to member `i`, and return the rows that this member receives, in order.
 
-    The split sizes are given. Without them torch's `all2all_single_equal_split` calls ncclAlltoAll, and takes its
-    ncclInProgress on a non-blocking communicator for an error: no exchange in bfloat16 ever worked over NCCL.
+    The split sizes are given on purpose. Without them torch's `all2all_single_equal_split` calls
+    ncclAlltoAll, and takes its ncclInProgress on a non-blocking communicator for an error. Then no
+    exchange in bfloat16 works over NCCL.
+
+    Args:
+        rows: shape [num_members, row length].
     """
     options = AllToAllOptions()
     options.timeout = timeout
@@ -50,12 +56,16 @@ def all_gather(group: Any, own: torch.Tensor, num_members: int, timeout: timedel
     return gathered
 
 
-def rehearse_sums(group: Any, most: int, where: torch.device, timeout: timedelta) -> None:
-    """Begin sums of up to `most` values in fp32, of sizes for which NCCL may take different algorithms.
+def rehearse_sums(group: Any, max_numel: int, where: torch.device, timeout: timedelta) -> None:
+    """Start sums of all sizes for which NCCL may choose different algorithms.
 
-    Their order on NCCL's stream is that of the calls. torch keeps the tensors until its watchdog has seen the sums end.
+    The sums run on NCCL's stream in the order of the calls. torch keeps the tensors until its
+    watchdog has seen the sums end.
+
+    Args:
+        max_numel: number of fp32 values in the largest sum of an exchange.
     """
-    numel = most
+    numel = max_numel
     while numel > 0:
         all_reduce(group, torch.zeros(numel, device=where), timeout)
         numel //= _REHEARSED_FACTOR

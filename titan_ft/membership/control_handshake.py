@@ -2,20 +2,25 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Handshake of a connection in the control tree: both ends prove the run's token. Bytes only.
 
-Afterwards each frame has a seal, with a key that only the two ends can derive from the nonces.
+After the handshake each frame has a seal. Its key is derived from the token and the nonces, so only
+the two ends can make one.
 
     child to parent: HELLO   nonce (32 bytes), rank (4)
     parent to child: REPLY   nonce (32), proof of the parent (32)
     child to parent: ANSWER  proof of the child (32), its host's name (64), its process (76),
                              the address of its echo server (48)
 
-A proof is an HMAC-SHA256 with the token as its key. The HMAC covers both nonces, so a recorded
-proof is worth nothing on another connection. It covers the role, so an end cannot send back the
-proof that it got. It covers the ranks and the key of the tree, so neither a rank of another tree
-nor a rank of an earlier attempt of the group is taken for a neighbour.
+A proof is an HMAC-SHA256 with the token as its key. It covers:
+
+- both nonces, so a recorded proof is worth nothing on another connection;
+- the role, so an end cannot send back the proof that it received;
+- the ranks and the key of the tree, so neither a rank of another tree nor a rank of an earlier
+  attempt of the group is taken for a neighbour.
 
 All messages have a fixed length. The reader asks for exactly that many bytes, so a stranger fills
-no memory. Before the proof no end says anything about itself but its rank.
+no memory. Before the proof an end says nothing about itself but its rank.
+
+The connections of `control_sockets.py` use this module. Nothing here blocks or keeps a thread.
 """
 
 from __future__ import annotations
@@ -35,7 +40,8 @@ REPLY_BYTES = _NONCE_BYTES + _PROOF_BYTES
 ANSWER_BYTES = _PROOF_BYTES + _IDENTITY.size
 
 SEAL_BYTES = 16
-"""Of a frame: BLAKE2b with a key, 128 bits. An HMAC takes seven times as long for a short frame."""
+"""A frame's seal is a keyed BLAKE2b of 128 bits. For a short frame an HMAC takes seven times as
+long."""
 
 _PARENT, _CHILD = b"parent", b"child"
 _PURPOSE = b"titan_ft control tree 2"
@@ -43,18 +49,19 @@ _STRANGER = "the other end does not know this run's token, or has another versio
 
 
 class HandshakeError(ValueError):
-    """The other end is no neighbour of this rank, or does not know the run's token."""
+    """The other end is not a neighbour of this rank, or does not know the run's token."""
 
 
 class FrameSeal:
     """Seals the frames that go one way over a connection, in their order.
 
-    Without it a relay that hands the handshake on could write votes and aborts of its own. A frame
-    that was changed, left out, repeated or sent back has another seal.
+    Without seals, a relay that passes the handshake on could then write votes and aborts of its
+    own. A frame that was changed, left out, repeated or sent back has a wrong seal.
     """
 
     def __init__(self, key: bytes) -> None:
-        self._keyed, self._number = hashlib.blake2b(key=key, digest_size=SEAL_BYTES), 0
+        self._keyed = hashlib.blake2b(key=key, digest_size=SEAL_BYTES)
+        self._number = 0  # of the last frame
 
     def make(self, frame: bytes) -> bytes:
         """Return the seal of the next frame."""
@@ -70,7 +77,7 @@ class FrameSeal:
 
 @dataclass(frozen=True)
 class Secret:
-    """The knowledge of the ranks of one tree, which a stranger lacks.
+    """The secret that the ranks of one tree share, and that a stranger lacks.
 
     Attributes:
         token: the run's shared secret.
@@ -88,14 +95,15 @@ class Secret:
 
         Args:
             parent: rank of the parent.
-            said: all messages so far, without this proof; each kind has a fixed length.
+            said: all messages so far, without this proof. Each kind has a fixed length, so no two
+                conversations have the same bytes.
         """
         key = hashlib.sha256(self.key.encode()).digest()
         text = b":".join([_PURPOSE, role, key, _pack_rank(parent), *said])
         return hmac.new(self.token.encode(), text, hashlib.sha256).digest()
 
     def seal_frames(self, sender: bytes, parent: int, *said: bytes) -> FrameSeal:
-        """Return the seal of the frames of one end; see `prove`."""
+        """Return the seal of the frames that one end sends; see `prove`."""
         return FrameSeal(self.prove(b"frames of the " + sender, parent, *said))
 
 
@@ -104,9 +112,9 @@ class Identity:
     """Where a rank runs.
 
     Attributes:
-        host: its name, for people.
-        process: see `titan_ft.system.process.Process`; empty = too long to be said.
-        echo: host:port of the server that answers its parent's pings; empty = it has none.
+        host: name of the rank's host, for people.
+        process: text of a `titan_ft.system.process.Process`; empty = too long for the message.
+        echo: host:port of the server that answers the parent's pings; empty = the rank has none.
     """
 
     host: str
@@ -114,27 +122,35 @@ class Identity:
     echo: str = ""
 
     def pack(self) -> bytes:
-        """Return it as it travels."""
-        process, echo = self.process.encode(), self.echo.encode()
+        """Return the bytes of the handshake's last field."""
+        process = self.process.encode()
         if len(process) > _PROCESS_BYTES:
-            process = b""  # the beginning of one would be another process
+            process = b""  # a text that is cut would name another process
+        echo = self.echo.encode()
         if len(echo) > _ADDRESS_BYTES:
             echo = b""
-        return _IDENTITY.pack(self.host.encode(), process, echo)  # cuts the name
+        return _IDENTITY.pack(self.host.encode(), process, echo)  # cuts a long host name
 
     @classmethod
     def unpack(cls, packed: bytes) -> Identity:
         """Read the bytes that `pack` wrote."""
-        return cls(*map(_read_text, _IDENTITY.unpack(packed)))
+        host, process, echo = _IDENTITY.unpack(packed)
+        return cls(_read_text(host), _read_text(process), _read_text(echo))
 
 
 class ChildHandshake:
-    """The child's end of one connection."""
+    """The child's end of one connection.
+
+    Attributes:
+        hello: the first message, which the child sends.
+    """
 
     def __init__(self, secret: Secret, rank: int, parent: int, own: Identity) -> None:
-        self._secret, self._parent, self._own = secret, parent, own.pack()
+        self._secret = secret
+        self._parent = parent
+        self._own = own.pack()
         self.hello = secrets.token_bytes(_NONCE_BYTES) + _pack_rank(rank)
-        self._nonce = b""  # of the parent
+        self._parent_nonce = b""  # known after `answer`
 
     def answer(self, reply: bytes) -> bytes:
         """Check the parent's proof, and return the child's answer.
@@ -147,12 +163,12 @@ class ChildHandshake:
         if not hmac.compare_digest(expected, proof):
             raise HandshakeError(_STRANGER)
         own_proof = self._secret.prove(_CHILD, self._parent, self.hello, nonce, self._own)
-        self._nonce = nonce
+        self._parent_nonce = nonce
         return own_proof + self._own
 
     def seals(self) -> tuple[FrameSeal, FrameSeal]:
-        """Return the seals of this end's frames and of the other end's; after `answer`."""
-        said = (self._parent, self.hello, self._nonce)
+        """Return the seal of the child's frames, then of the parent's. Call `answer` before."""
+        said = (self._parent, self.hello, self._parent_nonce)
         return self._secret.seal_frames(_CHILD, *said), self._secret.seal_frames(_PARENT, *said)
 
 
@@ -160,14 +176,17 @@ class ParentHandshake:
     """The parent's end of one connection.
 
     Attributes:
-        child: rank that the other end says it has. Believe it after `check`.
+        child: rank that the other end claims. `check` confirms it.
+        reply: the second message, which the parent sends.
 
     Raises:
-        HandshakeError: that rank is no child of this rank.
+        HandshakeError: the claimed rank is not a child of this rank.
     """
 
     def __init__(self, secret: Secret, rank: int, children: range, hello: bytes) -> None:
-        self._secret, self._rank, self._hello = secret, rank, hello
+        self._secret = secret
+        self._rank = rank
+        self._hello = hello
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self.child = int.from_bytes(hello[_NONCE_BYTES:], "big")
         if self.child not in children:
@@ -175,7 +194,7 @@ class ParentHandshake:
         self.reply = self._nonce + secret.prove(_PARENT, rank, hello, self._nonce)
 
     def check(self, answer: bytes) -> Identity:
-        """Check the child's proof. Returns where the child runs.
+        """Check the child's proof, and return where the child runs.
 
         Raises:
             HandshakeError: the proof is wrong.
@@ -187,7 +206,7 @@ class ParentHandshake:
         return Identity.unpack(identity)
 
     def seals(self) -> tuple[FrameSeal, FrameSeal]:
-        """Return the seals of this end's frames and of the other end's; after `check`."""
+        """Return the seal of the parent's frames, then of the child's. Call `check` before."""
         said = (self._rank, self._hello, self._nonce)
         return self._secret.seal_frames(_PARENT, *said), self._secret.seal_frames(_CHILD, *said)
 
@@ -197,6 +216,6 @@ def _pack_rank(rank: int) -> bytes:
 
 
 def _read_text(packed: bytes) -> str:
-    """Return a text that a terminal can show: the bytes could be codes that it obeys."""
+    """Return a text that is safe to print: a terminal obeys control characters in it."""
     text = packed.rstrip(b"\0").decode(errors="replace")
     return "".join(letter if letter.isprintable() else "?" for letter in text)

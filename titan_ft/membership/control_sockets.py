@@ -1,14 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sockets of the control tree: the connections of one rank to its parent and its children.
+"""Sockets of the control tree: one rank's connections to its parent and its children.
 
 `titan_ft.protocol.control.node` decides. This module carries out its actions, and reports to it
 when a connection begins, ends or brings a frame. One thread waits for all sockets, and no socket
-ever blocks. Other threads give the node their events directly, and so send without waiting for that
-thread.
+ever blocks. Other threads give the node their events directly, so they send without waiting for
+that thread.
 
-A frame stands between its length in 4 bytes, big-endian, and its seal. Each connection begins with
-the handshake of `control_handshake.py`, which the seals depend on.
+See docs/membership.md, "Control tree".
 """
 
 from __future__ import annotations
@@ -26,22 +25,25 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
+from titan_ft.membership.control_connection import (
+    ControlConnection,
+    FrameError,
+    listen,
+    set_tcp_options,
+    start_connecting,
+)
 from titan_ft.membership.control_handshake import (
     ANSWER_BYTES,
     HELLO_BYTES,
     REPLY_BYTES,
-    SEAL_BYTES,
     ChildHandshake,
-    FrameSeal,
     HandshakeError,
     Identity,
     ParentHandshake,
     Secret,
 )
-from titan_ft.membership.control_pings import Pings, listen
-from titan_ft.protocol.control.message import MAX_BYTES
+from titan_ft.membership.control_pings import Pings
 from titan_ft.protocol.control.node import Action, Close, Connect, Node, Send
 from titan_ft.protocol.errors import first_line
 from titan_ft.system.address import split_address
@@ -50,62 +52,55 @@ from titan_ft.system.process import Process
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0
-"""A stranger's connection that has not proved the token by then is closed."""
+"""A connection from outside that has not proved the token by then is closed."""
 
 CONNECT_SECONDS = 3.0
-"""The parent's host accepts a connection by then, also if the network loses the first packet: TCP sends
-it again after a second. A host that has vanished does not."""
+"""The parent's host accepts a connection by then, even if the network loses the first packet: TCP
+sends that packet again after a second. A host that has vanished accepts none."""
 
 DIAL_SECONDS = 10.0
-"""A parent whose host has accepted the connection proves the token by then. It may be frozen, or hold
-Python's lock, for seconds."""
+"""A parent whose host has accepted the connection proves the token by then. The parent may be
+frozen, or hold Python's lock, for seconds."""
 
 MAX_UNPROVED = 64
-"""Connections without a proof. The next one costs another one its place. A stranger with many silent
-connections does not keep a child out."""
+"""Connections without a proof. At the next connection one of them is closed, so a stranger with
+many silent connections does not keep a child out."""
 
-_END_SECONDS = 1.0
-"""The thread may hang in a listener, or in a log that nobody reads. The process ends all the same."""
+_JOIN_SECONDS = 1.0
+"""`close` waits no longer for the thread. The thread may hang in a listener, or in a log that
+nobody reads, and the process must end nevertheless."""
 
-_ACCEPTED_AT_ONCE = 16  # between them the handshakes under way go on
+_ACCEPTED_AT_ONCE = 16  # then the handshakes under way go on
 _BACKLOG = 1024
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC}
-_EXHAUSTED_PAUSE_SECONDS = 0.1
+_NO_DESCRIPTOR_LEFT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC}
+_ACCEPT_PAUSE_SECONDS = 0.1  # after one of these errors
 _READ_BYTES = 1 << 16
+_MAX_WAIT_SECONDS = 86_400.0  # epoll cannot count waits of more than some weeks
 
-_LOOK_SECONDS = 0.02
-"""From one look at the process of a neighbour without a connection until the next one. A process
-closes its connections a moment before it is gone."""
-_LENGTH_BYTES = 4
-
-_GONE_SECONDS = 30
-"""A host that vanished closes no connection. The kernel does so after this time without a sign of
-the host. A process that is frozen is none the less there."""
-
-_TCP_OPTIONS = {
-    "TCP_NODELAY": 1,  # a small frame does not wait for an acknowledgement of the one before
-    "TCP_KEEPIDLE": 5,  # seconds
-    "TCP_KEEPINTVL": 5,
-    "TCP_USER_TIMEOUT": _GONE_SECONDS * 1000,  # counts for both: tcp(7)
-}
+_PROCESS_CHECK_SECONDS = 0.02
+"""Pause between two checks whether a disconnected neighbour's process has ended. A process closes
+its connections a moment before it is gone, so the first check may come too early."""
 
 
 class ControlSockets:
     """Connections of one rank in its control tree, and the thread that serves them.
 
-    `changed` guards the node and everything here. The caller of a method holds it, except for
-    `close`. The callbacks hold it as well, except for `on_turn` and `on_failure`.
+    `ControlTree` owns it. The caller of a method holds `changed`, which guards the node and
+    everything here; `close` is the exception. Methods below "The thread" run on the thread
+    `titan_ft_control` with `changed` held. If that thread fails, it reports the error to
+    `on_failure`, closes all connections, and ends.
 
     Args:
         node: decides.
         changed: reentrant; is notified when a neighbour is connected.
-        secret: of the tree.
+        secret: the token and key of this tree.
         host: numeric address to listen on.
         own: where this rank runs.
-        patience: see `HeartbeatWatch`.
-        on_action: carries out the node's actions that concern no connection; must not block.
-        on_turn: called without the lock after each turn of the thread; may take a moment.
-        on_failure: called with an unexpected error that ends the thread.
+        patience: seconds without a heartbeat after which a child is silent; see `HeartbeatWatch`.
+        on_action: carries out the node's actions that concern no connection. Called with `changed`
+            held; must not block.
+        on_turn: called after each turn of the thread, without the lock; may take a moment.
+        on_failure: called without the lock with an unexpected error that ends the thread.
 
     Attributes:
         address: host and port that the children connect to; None = this rank has no children.
@@ -127,22 +122,29 @@ class ControlSockets:
         on_turn: Callable[[], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
-        self._node, self._changed, self._secret = node, changed, secret
-        self._rank, self._children, self._own = rank, children, own
-        self._on_action, self._on_turn, self._on_failure = on_action, on_turn, on_failure
-        self._neighbours: dict[int, _Connection] = {}
-        self._known: set[int] = set()  # neighbours that were connected
-        self._unproved: dict[_Connection, float] = {}  # oldest first; when it is closed
-        self._absent: dict[int, Process] = {}  # neighbours whose connection has ended
-        self._next_look = math.inf  # at their processes
+        self._node = node
+        self._changed = changed
+        self._rank = rank
+        self._children = children
+        self._secret = secret
+        self._own = own
+        self._on_action = on_action
+        self._on_turn = on_turn
+        self._on_failure = on_failure
+        self._neighbours: dict[int, ControlConnection] = {}
+        self._known: set[int] = set()  # neighbours that have been connected at least once
+        # Connections without a proof, the oldest first, and when each of them is closed.
+        self._unproved: dict[ControlConnection, float] = {}
+        self._absent: dict[int, Process] = {}  # processes of the disconnected neighbours
+        self._next_process_check = math.inf  # of `_absent`
         self._parent_address = ("", 0)
         self._parent = Identity("", "")
-        self._accepts_again = math.inf  # when all descriptors were in use
-        self._wakes_at = -math.inf  # when the thread's wait ends, or ended
+        self._accepts_again_at = math.inf  # finite while no descriptor is left
+        self._wakes_at = -math.inf  # when the thread's wait ends; -inf during a turn
         self._closed = False
-        self._warnings: deque[str] = deque()  # to be logged without the lock
+        self._warnings: deque[str] = deque()  # logged after the turn, without the lock
         self.last_error = ""
-        # epoll, because it heeds what another thread registers while this one waits.
+        # epoll, because it heeds a socket that another thread registers during the wait.
         self._selector = selectors.EpollSelector()
         self._pings = Pings(patience, self._selector)
         self._wake_end, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -158,17 +160,18 @@ class ControlSockets:
         _open.add(self)
 
     def start_below(self, address: str, parent: Identity) -> None:
-        """Begin to connect to the parent, and to serve.
+        """Start to connect to the parent, and start the thread.
 
         Args:
             address: host:port of the parent.
-            parent: where it runs.
+            parent: where the parent runs.
         """
-        self._parent_address, self._parent = split_address(address), parent
+        self._parent_address = split_address(address)
+        self._parent = parent
         self.start()
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the thread. Rank 0 calls this, because it has no parent."""
         self.call(self._node.start)
         self._thread.start()
 
@@ -176,9 +179,11 @@ class ControlSockets:
         """Give the node an event, and carry out its actions; any thread that holds the lock."""
         if self._closed:
             return
-        self._perform(event(time.monotonic()))
-        # Not while the thread takes a turn: it looks at the next tick afterwards.
-        if self._wakes_at > -math.inf and self._node.next_tick < self._wakes_at:
+        self._carry_out(event(time.monotonic()))
+        # Another thread's event may bring the next tick closer than the thread's wait. During its
+        # own turn the thread looks at the next tick afterwards.
+        is_waiting = self._wakes_at > -math.inf
+        if is_waiting and self._node.next_tick < self._wakes_at:
             self.wake()
 
     def is_connected(self, peer: int) -> bool:
@@ -188,8 +193,8 @@ class ControlSockets:
     def wake(self) -> None:
         """Let the thread take a turn soon."""
         if self._closed:
-            return  # the pipe's numbers may be another file's by now
-        with contextlib.suppress(BlockingIOError):  # a pipe that is full wakes the thread as well
+            return  # the pipe's descriptors may be another file's by now
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread as well
             os.write(self._waker, b"w")
 
     def close(self) -> None:
@@ -199,10 +204,10 @@ class ControlSockets:
                 return
             self.wake()
             self._closed = True
-        if self._thread.ident is None:
+        if self._thread.ident is None:  # the thread never started, so it releases nothing
             self._release()
         elif self._thread is not threading.current_thread():
-            self._thread.join(_END_SECONDS)
+            self._thread.join(_JOIN_SECONDS)
 
     # The thread
 
@@ -211,7 +216,7 @@ class ControlSockets:
             while not self._closed:
                 self._take_turn()
         except Exception as error:
-            # Without this report the rank would wait for an answer for ever. The log may block.
+            # First the report: without it the rank waits for an answer for ever. The log may block.
             self._on_failure(error)
             logger.exception("the control tree has failed on this rank")
         finally:
@@ -221,25 +226,24 @@ class ControlSockets:
 
     def _take_turn(self) -> None:
         """Wait, serve the sockets that are ready, and do what is due."""
-        # epoll cannot count longer waits than some weeks. A time that is over is no wait.
-        rest = min(max(0.0, self._wakes_at - time.monotonic()), 86_400.0)
-        ready = self._selector.select(rest)
+        wait_seconds = max(0.0, self._wakes_at - time.monotonic())
+        ready = self._selector.select(min(wait_seconds, _MAX_WAIT_SECONDS))
         with self._changed:
-            self._wakes_at = -math.inf  # nobody needs to wake this thread now
+            self._wakes_at = -math.inf  # nobody needs to wake this thread during its turn
             for key, events in ready:
                 key.data(events)
             self._do_due(time.monotonic())
             self._wakes_at = self._find_next_time()
         while self._warnings:
-            # A log that nobody reads blocks. With the lock, the training thread would wait for it.
+            # Without the lock: a log that nobody reads blocks, and the training thread would wait.
             logger.warning("%s", self._warnings.popleft())
         self._on_turn()
 
     def _do_due(self, now: float) -> None:
         self._close_late(now)
-        self._accept_again(now)
-        if now >= self._next_look:
-            self._look_at_absent(now)
+        self._resume_accepting(now)
+        if now >= self._next_process_check:
+            self._check_absent_processes(now)
         if now >= self._pings.next_look:
             for child, seconds in self._pings.look(now).items():
                 self.call(partial(self._node.fall_silent, child, seconds))
@@ -248,9 +252,13 @@ class ControlSockets:
 
     def _find_next_time(self) -> float:
         """Return when the thread has something to do even if no socket is ready."""
-        first_late = min(self._unproved.values(), default=math.inf)
-        next_looks = min(self._next_look, self._pings.next_look)
-        return min(self._node.next_tick, first_late, self._accepts_again, next_looks)
+        return min(
+            self._node.next_tick,
+            min(self._unproved.values(), default=math.inf),
+            self._accepts_again_at,
+            self._next_process_check,
+            self._pings.next_look,
+        )
 
     def _drain_wakes(self, _: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -258,28 +266,29 @@ class ControlSockets:
 
     # Actions of the node
 
-    def _perform(self, actions: Iterable[Action]) -> None:
-        rest = deque(actions)
-        written: dict[int, _Connection] = {}
-        while rest:
-            action = rest.popleft()
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        pending = deque(actions)
+        written: dict[int, ControlConnection] = {}
+        while pending:
+            action = pending.popleft()
             match action:
                 case Send(peer, frame):
-                    if (connection := self._neighbours.get(peer)) is not None:
+                    connection = self._neighbours.get(peer)
+                    if connection is not None:
                         connection.write_frame(frame)
                         written[peer] = connection
                 case Close(peer):
                     self._close(peer)
                 case Connect(peer):
                     if not self._dial(peer):
-                        rest.extend(self._node.disconnected(peer, time.monotonic()))
+                        pending.extend(self._node.disconnected(peer, time.monotonic()))
                 case _:
                     self._on_action(action)
-        for connection in written.values():
+        for connection in written.values():  # once for all frames of a neighbour
             self._flush(connection)
 
     def _close(self, peer: int) -> None:
-        """Close the connection to a neighbour, and the attempt to make one."""
+        """Close the connection to a neighbour, and the attempts to make one."""
         self._absent.pop(peer, None)
         connections = [c for c in self._unproved if c.dialed == peer]
         if peer in self._neighbours:
@@ -288,25 +297,20 @@ class ControlSockets:
             self._shut(connection)
 
     def _dial(self, parent: int) -> bool:
-        """Begin to connect to the parent. Returns False if that failed at once."""
-        family = socket.AF_INET6 if ":" in self._parent_address[0] else socket.AF_INET
-        connection: socket.socket | None = None
+        """Start to connect to the parent. Returns False if that failed at once."""
+        dialing: socket.socket | None = None
         try:
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            connection.setblocking(False)
-            status = connection.connect_ex(self._parent_address)
-            if status not in (0, errno.EINPROGRESS):
-                raise OSError(status, os.strerror(status))
-            added = self._add(connection, self._parent_address[0], dialed=parent)
-        except OSError as error:  # nobody listens, no route leads there, no descriptor is left
+            dialing = start_connecting(self._parent_address)
+            connection = self._add(dialing, self._parent_address[0], dialed=parent)
+        except OSError as error:
             self.last_error = first_line(error)
-            if connection is not None:
-                connection.close()
+            if dialing is not None:
+                dialing.close()
             return False
         handshake = ChildHandshake(self._secret, self._rank, parent, self._own)
-        added.expect(REPLY_BYTES, partial(self._take_reply, added, handshake))
-        added.unsent += handshake.hello
-        self._watch(added)  # is writable once the connection is there
+        connection.expect_message(REPLY_BYTES, partial(self._take_reply, connection, handshake))
+        connection.unsent += handshake.hello
+        self._watch_writes(connection)  # the socket is writable once it is connected
         return True
 
     # Connections without a proof
@@ -316,74 +320,77 @@ class ControlSockets:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 accepted, source = self._listener.accept()
-                added = self._add(accepted, source[0])
+                connection = self._add(accepted, source[0])
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _EXHAUSTED:
+                if error.errno in _NO_DESCRIPTOR_LEFT:
                     self._pause_accepting(error)
                     return
-                continue  # this stranger went away before
-            added.expect(HELLO_BYTES, partial(self._take_hello, added))
-            self._drop_stranger()
+                continue  # the other end has already gone away
+            connection.expect_message(HELLO_BYTES, partial(self._take_hello, connection))
+            self._limit_strangers()
 
     def _pause_accepting(self, error: OSError) -> None:
         """Leave the children in the kernel's queue until a descriptor is free.
 
-        The listening socket stays readable as long as they wait: without the pause this thread
-        would turn as fast as it can.
+        The listening socket stays readable while they wait. Without the pause this thread would
+        turn as fast as it can.
         """
         assert self._listener is not None
         self._warnings.append(f"no child of this rank can connect now: {first_line(error)}")
         self._selector.unregister(self._listener)
-        self._accepts_again = time.monotonic() + _EXHAUSTED_PAUSE_SECONDS
+        self._accepts_again_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
 
-    def _accept_again(self, now: float) -> None:
-        if self._listener is not None and now >= self._accepts_again:
-            self._accepts_again = math.inf
+    def _resume_accepting(self, now: float) -> None:
+        if self._listener is not None and now >= self._accepts_again_at:
+            self._accepts_again_at = math.inf
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def _drop_stranger(self) -> None:
-        """Close the oldest connection of the host that has most of them, if there are too many.
+    def _limit_strangers(self) -> None:
+        """If too many connections are unproved, close one of the host that has most of them.
 
-        The oldest one of all may be a child's, whose handshake takes some trips to another host.
+        That host's oldest connection is closed. The oldest connection of all hosts may be a child's
+        whose handshake takes some trips.
         """
         strangers = [connection for connection in self._unproved if connection.dialed is None]
-        if len(strangers) > MAX_UNPROVED:
-            numbers = Counter(connection.source for connection in strangers)
-            self._shut(max(strangers, key=lambda connection: numbers[connection.source]))
+        if len(strangers) <= MAX_UNPROVED:
+            return
+        num_by_host = Counter(connection.source for connection in strangers)
+        self._shut(max(strangers, key=lambda connection: num_by_host[connection.source]))
 
     def _close_late(self, now: float) -> None:
-        late = [connection for connection, latest in self._unproved.items() if now >= latest]
+        late = [connection for connection, deadline in self._unproved.items() if now >= deadline]
         for connection in late:
             self._end(connection, "the other end has not proved the run's token in time")
 
-    def _take_hello(self, connection: _Connection, hello: bytes) -> None:
+    def _take_hello(self, connection: ControlConnection, hello: bytes) -> None:
         handshake = ParentHandshake(self._secret, self._rank, self._children, hello)
         connection.unsent += handshake.reply
-        connection.expect(ANSWER_BYTES, partial(self._take_answer, connection, handshake))
+        connection.expect_message(ANSWER_BYTES, partial(self._take_answer, connection, handshake))
         self._flush(connection)
 
-    def _take_answer(self, connection: _Connection, end: ParentHandshake, answer: bytes) -> None:
-        identity = end.check(answer)
-        connection.own_seal, connection.others_seal = end.seals()
-        self._join(connection, end.child, identity)
+    def _take_answer(self, connection: ControlConnection, handshake: ParentHandshake, answer: bytes) -> None:
+        identity = handshake.check(answer)
+        connection.own_seal, connection.others_seal = handshake.seals()
+        self._join(connection, handshake.child, identity)
 
-    def _take_reply(self, connection: _Connection, end: ChildHandshake, reply: bytes) -> None:
-        connection.unsent += end.answer(reply)
-        connection.own_seal, connection.others_seal = end.seals()
+    def _take_reply(self, connection: ControlConnection, handshake: ChildHandshake, reply: bytes) -> None:
+        connection.unsent += handshake.answer(reply)
+        connection.own_seal, connection.others_seal = handshake.seals()
         assert connection.dialed is not None
         self._join(connection, connection.dialed, self._parent)
         self._flush(connection)
 
-    def _join(self, connection: _Connection, peer: int, identity: Identity) -> None:
-        """Make a connection that has proved the token the one of a neighbour.
+    def _join(self, connection: ControlConnection, peer: int, identity: Identity) -> None:
+        """Make a connection that has proved the token the connection of a neighbour.
 
-        The child may have seen the end of its earlier connection before this rank does. The newer
-        connection counts.
+        A child may notice the end of its earlier connection before this rank does. So the newer
+        connection replaces an earlier one.
         """
         del self._unproved[connection]
-        if (earlier := self._neighbours.pop(peer, None)) is not None:
+        earlier = self._neighbours.pop(peer, None)
+        if earlier is not None:
             self._shut(earlier)
         if peer in self._known:
             reason = self.last_error or "it made a new connection"
@@ -391,60 +398,45 @@ class ControlSockets:
         self._known.add(peer)
         self._neighbours[peer] = connection
         self._absent.pop(peer, None)
-        connection.peer, connection.process = peer, _read_process(identity)
+        connection.peer = peer
+        connection.process = _parse_process(identity)
         if peer in self._children:
             self._pings.add(peer, identity.echo)
         self._changed.notify_all()
         self.call(lambda now: self._node.connected(peer, now, identity.host))
 
-    def _take_frames(self, connection: _Connection, peer: int) -> None:
-        """Give the node the frames that have come as a whole."""
-        received = connection.received
-        while len(received) >= _LENGTH_BYTES and not connection.closed:
-            length = int.from_bytes(received[:_LENGTH_BYTES], "big")
-            if length > MAX_BYTES:
-                self._end(connection, f"a frame of {length} bytes; the longest has {MAX_BYTES}")
-                return
-            end = _LENGTH_BYTES + length
-            if len(received) < end + SEAL_BYTES:
-                return
-            frame, found = bytes(received[_LENGTH_BYTES:end]), bytes(received[end : end + SEAL_BYTES])
-            del received[: end + SEAL_BYTES]
-            assert connection.others_seal is not None, "a neighbour has proved the token"
-            if not connection.others_seal.is_seal(found, frame):
-                self._end(connection, "a frame is not what the other end has sent")
-                return
-            self.call(partial(self._node.receive, peer, frame))
-
     # Reading and writing
 
-    def _add(self, connection: socket.socket, source: str, dialed: int | None = None) -> _Connection:
-        """Take a socket into the care of this thread.
+    def _add(self, accepted: socket.socket, source: str, dialed: int | None = None) -> ControlConnection:
+        """Register a socket that has not proved the token yet.
 
         Args:
             source: address of the other end's host.
+            dialed: rank that this end connects to; None = the other end made the connection.
 
         Raises:
-            OSError: the other end has reset it, or the system has no room for it.
+            OSError: the other end has reset the connection, or the system has no room for it.
         """
-        connection.setblocking(False)
-        _set_options(connection)
-        added = _Connection(connection, source, dialed)
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._serve, added))
-        patience = HANDSHAKE_SECONDS if dialed is None else CONNECT_SECONDS
-        self._unproved[added] = time.monotonic() + patience
-        return added
+        accepted.setblocking(False)
+        set_tcp_options(accepted)
+        connection = ControlConnection(accepted, source, dialed)
+        self._selector.register(accepted, selectors.EVENT_READ, partial(self._serve, connection))
+        limit_seconds = HANDSHAKE_SECONDS if dialed is None else CONNECT_SECONDS
+        self._unproved[connection] = time.monotonic() + limit_seconds
+        return connection
 
-    def _serve(self, connection: _Connection, events: int) -> None:
+    def _serve(self, connection: ControlConnection, events: int) -> None:
         if events & selectors.EVENT_READ:
-            self._read(connection)  # first: it learns why a connection could not be made
+            self._read(connection)  # first: reading shows why a connection could not be made
         if events & selectors.EVENT_WRITE:
             self._note_accepted(connection)
             self._flush(connection)
 
-    def _read(self, connection: _Connection) -> None:
-        # Before the proof no more than the next message of the handshake is taken in.
-        size = _READ_BYTES if connection.peer is not None else connection.num_missing
+    def _read(self, connection: ControlConnection) -> None:
+        size = _READ_BYTES
+        if connection.peer is None:
+            # Before the proof take in no more than the next message: a stranger fills no memory.
+            size = connection.num_missing
         try:
             data = connection.socket.recv(size)
         except BlockingIOError:
@@ -456,73 +448,82 @@ class ControlSockets:
             self._end(connection, "the other end closed the connection")
             return
         connection.received += data
-        if connection.peer is not None:
-            self._take_frames(connection, connection.peer)
-        elif connection.num_missing == 0:
-            try:
+        try:
+            if connection.peer is not None:
+                self._take_frames(connection, connection.peer)
+            elif connection.num_missing == 0:
                 connection.take_message()
-            except HandshakeError as error:
-                self._end(connection, first_line(error))
+        except (HandshakeError, FrameError) as error:
+            self._end(connection, first_line(error))
 
-    def _flush(self, connection: _Connection) -> None:
+    def _take_frames(self, connection: ControlConnection, peer: int) -> None:
+        """Give the node each frame that has arrived completely.
+
+        Raises:
+            FrameError: the other end sends something else.
+        """
+        while not connection.closed:  # the node may close the connection because of a frame
+            frame = connection.take_frame()
+            if frame is None:
+                return
+            self.call(partial(self._node.receive, peer, frame))
+
+    def _flush(self, connection: ControlConnection) -> None:
         """Send as much as the kernel takes. The rest follows when the socket is writable."""
         if connection.closed:
             return
-        try:
-            while connection.unsent:
-                sent = connection.socket.send(connection.unsent)
-                del connection.unsent[:sent]
-        except BlockingIOError:
-            pass
-        except OSError:
-            # The connection is broken. It is readable now, and reading ends it: there may be
-            # frames that came before the end.
-            connection.unsent.clear()
-        self._watch(connection)
+        connection.send_unsent()
+        self._watch_writes(connection)
 
-    def _note_accepted(self, connection: _Connection) -> None:
-        """Give the parent, whose host has accepted the connection, time to answer."""
-        if connection.dialed is not None and connection in self._unproved and not connection.is_accepted:
+    def _note_accepted(self, connection: ControlConnection) -> None:
+        """Give a parent more time to answer after its host has accepted the connection."""
+        is_dial = connection.dialed is not None and connection in self._unproved
+        if is_dial and not connection.is_accepted:
             connection.is_accepted = True
             self._unproved[connection] = time.monotonic() + DIAL_SECONDS
 
-    def _watch(self, connection: _Connection) -> None:
-        """Wait for the socket to be writable as long as there is something to send."""
-        is_waiting = bool(connection.unsent)
-        if connection.waits_to_write != is_waiting:
-            connection.waits_to_write = is_waiting
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_waiting else 0)
-            key = self._selector.get_key(connection.socket)
-            self._selector.modify(connection.socket, events, key.data)
+    def _watch_writes(self, connection: ControlConnection) -> None:
+        """Have the selector report a writable socket while bytes are unsent, and only then."""
+        waits_to_write = bool(connection.unsent)
+        if connection.waits_to_write == waits_to_write:
+            return
+        connection.waits_to_write = waits_to_write
+        events = selectors.EVENT_READ
+        if waits_to_write:
+            events |= selectors.EVENT_WRITE
+        key = self._selector.get_key(connection.socket)
+        self._selector.modify(connection.socket, events, key.data)
 
-    def _end(self, connection: _Connection, reason: str) -> None:
-        """Close a connection that is broken, and report the end to the node if it concerns it."""
+    def _end(self, connection: ControlConnection, reason: str) -> None:
+        """Close a broken connection, and report the end to the node if a neighbour had it."""
         if connection.closed:
             return
         self._shut(connection)
         peer = connection.dialed if connection.peer is None else connection.peer
-        if peer is None:  # a stranger's
-            return
+        if peer is None:
+            return  # a stranger's connection
         self.last_error = reason
         if self._neighbours.get(peer) is connection:
             del self._neighbours[peer]
         if connection.process is not None:
             self._absent[peer] = connection.process
         self.call(lambda now: self._node.disconnected(peer, now))
-        self._look_at_absent(time.monotonic())
+        self._check_absent_processes(time.monotonic())
 
-    def _look_at_absent(self, now: float) -> None:
-        """Report each neighbour without a connection whose process has ended on this host.
+    def _check_absent_processes(self, now: float) -> None:
+        """Report each disconnected neighbour whose process on this host has ended.
 
-        It will not come back, and the group need not wait for the grace to end.
+        Such a neighbour does not come back, so the group need not wait for the grace to end.
         """
         ended = [peer for peer, process in self._absent.items() if process.is_gone()]
         for peer in ended:
             self._absent.pop(peer, None)
             self.call(partial(self._node.disconnected, peer, has_ended=True))
-        self._next_look = now + _LOOK_SECONDS if self._absent else math.inf
+        self._next_process_check = math.inf
+        if self._absent:
+            self._next_process_check = now + _PROCESS_CHECK_SECONDS
 
-    def _shut(self, connection: _Connection) -> None:
+    def _shut(self, connection: ControlConnection) -> None:
         connection.closed = True
         self._unproved.pop(connection, None)
         if connection.peer is not None:
@@ -531,7 +532,7 @@ class ControlSockets:
         connection.socket.close()
 
     def _release(self) -> None:
-        """Close everything."""
+        """Close all sockets and the selector."""
         for connection in [*self._neighbours.values(), *self._unproved]:
             self._shut(connection)
         self._neighbours.clear()
@@ -543,11 +544,11 @@ class ControlSockets:
         _open.discard(self)
 
     def close_in_child(self) -> None:
-        """Close the descriptors that a forked process has inherited.
+        """Close the descriptors that a forked process has inherited; runs in that process.
 
-        A loader's worker outlives its rank by seconds, and the rank's connections with it: the
+        A data loader's worker outlives its rank by seconds. With the rank's connections open, the
         neighbours would not notice that the rank was killed. The epoll descriptor is shared with
-        the parent process, so nothing is unregistered.
+        the rank's process, so nothing is unregistered.
         """
         for connection in [*self._neighbours.values(), *self._unproved]:
             connection.socket.close()
@@ -556,74 +557,14 @@ class ControlSockets:
         self._selector.close()
 
 
-class _Connection:
-    """One socket, the bytes that it has yet to send, and the beginning of what it receives.
-
-    Attributes:
-        source: address of the other end's host.
-        dialed: rank that this end connected to; None = the other end connected.
-        peer: rank at the other end, once it has proved the token.
-        process: at the other end; None = not known.
-        own_seal: of the frames of this end, once both ends have proved the token.
-        others_seal: of the frames of the other end.
-        is_accepted: the host of the parent has accepted the connection.
-        unsent: bytes.
-        received: bytes that are not taken yet.
-    """
-
-    def __init__(self, connection: socket.socket, source: str, dialed: int | None) -> None:
-        self.socket, self.source, self.dialed = connection, source, dialed
-        self.peer: int | None = None
-        self.process: Process | None = None
-        self.own_seal: FrameSeal | None = None
-        self.others_seal: FrameSeal | None = None
-        self.unsent, self.received = bytearray(), bytearray()
-        self.waits_to_write = self.is_accepted = self.closed = False
-        self._length = 0
-        self._take: Callable[[bytes], None] = _refuse
-
-    @property
-    def num_missing(self) -> int:
-        """Bytes that the next message of the handshake lacks."""
-        return self._length - len(self.received)
-
-    def expect(self, length: int, take: Callable[[bytes], None]) -> None:
-        """Call `take` with the next message of the handshake, which has `length` bytes."""
-        self._length, self._take = length, take
-
-    def take_message(self) -> None:
-        """Take the message of the handshake that has come."""
-        message = bytes(self.received)
-        self.received.clear()
-        self._take(message)
-
-    def write_frame(self, frame: bytes) -> None:
-        """Add a frame to the unsent bytes."""
-        assert self.own_seal is not None, "a neighbour has proved the token"
-        self.unsent += len(frame).to_bytes(_LENGTH_BYTES, "big")
-        self.unsent += frame
-        self.unsent += self.own_seal.make(frame)
-
-
-def _refuse(_: bytes) -> None:
-    raise HandshakeError("nothing is expected")
-
-
-def _read_process(identity: Identity) -> Process | None:
+def _parse_process(identity: Identity) -> Process | None:
     try:
         return Process.parse(identity.process)
     except ValueError:
         return None
 
 
-def _set_options(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _TCP_OPTIONS.items():
-        if hasattr(socket, name):  # not all systems have all
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
+_open: weakref.WeakSet[ControlSockets] = weakref.WeakSet()  # what a forked process must close
 
 
 def _close_in_child() -> None:

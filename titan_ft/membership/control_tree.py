@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Control tree of one replica group: agreements, notes and losses among its ranks.
 
-`group.Group` agrees by collectives, which the training threads alone may make. The control tree
-serves the other threads, and decisions that fall while the training threads compute or wait: votes,
-quorums, aborts, leaving. An agreement costs one trip up the tree and one trip down.
+`group_collectives.py` agrees by collectives, which only the training threads may make. The control
+tree serves the other threads, and decisions during which the training threads compute or wait:
+votes, quorums, aborts, leaving. An agreement costs one trip up the tree and one trip down.
 
-See docs/membership.md.
+See docs/membership.md, "Control tree".
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ milliseconds."""
 
 
 @dataclass(frozen=True)
-class Announcement:
-    """A decision of rank 0, and when this rank got it.
+class ReceivedDecision:
+    """A decision of rank 0, and when it reached this rank.
 
     Attributes:
-        at: monotonic time in seconds at which the decision reached this rank. The rank may read it
-            later: waits for other groups are counted from this time.
+        received_at: monotonic time in seconds. The rank may read the decision later, but its waits
+            for other groups are counted from this time.
     """
 
     text: str
-    at: float
+    received_at: float
 
 
 HearTopic = Callable[[str], None]
@@ -73,19 +73,29 @@ HearLoss = Callable[[Lose], None]
 class ControlTree:
     """One rank's place in the control tree of its group.
 
-    All ranks of the group make the same agreements in the same order, on each rank one thread at a
-    time. A group of one rank opens no socket and starts no thread.
+    `training/links.py` creates it when the worker starts. `Membership`, `Seat`, `Rendezvous`,
+    `Partition` and the engine call it.
+
+    Threads: all ranks of the group make the same agreements (`rank0_decides`, `rank0_announces`) in
+    the same order, on each rank one thread at a time. Any thread may call the other methods. The
+    tree's own thread calls the listeners. A group of one rank opens no socket and starts no thread.
+
+    After a loss, and after a failure of the tree's thread, every agreement raises the same error.
+    Notes still travel between the ranks that are connected.
 
     Args:
         host: numeric address at which the group's ranks reach this rank.
         token: the run's shared secret. A process without it takes no part.
-        store: of the group, used by the constructor alone, to exchange addresses. None = the group
-            has one rank.
+        store: the group's store. The constructor alone uses it, to exchange addresses. None = the
+            group has one rank.
         key: prefix of the keys in the store, unique to this attempt of the group.
-        name: of this rank's host, for people.
-        patience: seconds without a heartbeat after which a child of a rank is lost; the same on all
+        host_name: name of this rank's host, for people.
+        patience: seconds without a heartbeat after which a child of a rank is lost. The same on all
             ranks; math.inf = nobody watches.
-        fan_out: children of a rank; the same on all ranks.
+        fan_out: number of children of a rank; the same on all ranks.
+
+    Attributes:
+        num_agreements: agreements that this rank has joined.
 
     Raises:
         LighthouseError: the parent of this rank cannot be reached.
@@ -101,36 +111,38 @@ class ControlTree:
         token: str,
         store: TCPStore | None,
         key: str,
-        name: str = "",
+        host_name: str = "",
         patience: float = math.inf,
         fan_out: int = FAN_OUT,
     ) -> None:
         assert store is not None or num_ranks == 1, "ranks find each other by the group's store"
-        self._rank, self._name = rank, name or node_name()
+        self._rank = rank
+        self._host_name = host_name or node_name()
         self._parent = find_parent(rank, fan_out)
-        self._changed = threading.Condition()  # guards all below, the node and the sockets
+        self._changed = threading.Condition()  # guards all fields below, the node and the sockets
         self._node = Node(rank, num_ranks, fan_out)
-        self._words: dict[int, frozenset[str] | None] = {}
-        self._answers: dict[int, Announcement] = {}
-        self._heard: dict[str, str] = {}
+        self._words: dict[int, frozenset[str] | None] = {}  # by agreement; on rank 0
+        self._answers: dict[int, ReceivedDecision] = {}
+        self._heard: dict[str, str] = {}  # text by topic
         self._topic_listeners: dict[str, HearTopic] = {}  # by prefix
         self._loss_listeners: list[HearLoss] = []
         self._losses: list[Lose] = []
-        self._callbacks: deque[Callable[[], None]] = deque()  # of listeners
-        self._num_unfinished_callbacks = 0  # queued, and the one that runs
+        self._callbacks: deque[Callable[[], None]] = deque()  # calls of listeners that are due
+        self._num_unfinished_callbacks = 0  # these, and the one that runs now
         self._failure: Exception | None = None  # why no agreement is possible any more
-        self._left = self._agreements_ended = self._closed = False
-        self._has_thread = False  # that calls the listeners
-        self.number = 0
-        """Number of agreements that this rank has joined."""
+        self._left = False  # the neighbours need nothing more from this rank
+        self._agreements_ended = False
+        self._closed = False
+        self._has_thread = False  # False: the caller's thread calls the listeners
+        self.num_agreements = 0
         self._sockets: ControlSockets | None = None
         self._echo: EchoServer | None = None  # answers the parent's pings
         if store is None or num_ranks == 1:
             return
         if rank > 0 and patience < math.inf:
             self._echo = EchoServer(host)
-        echo = self._echo.address if self._echo is not None else ""
-        own = Identity(self._name, str(Process.this()), echo)
+        echo_address = self._echo.address if self._echo is not None else ""
+        own = Identity(self._host_name, str(Process.this()), echo_address)
         self._sockets = ControlSockets(
             self._node,
             self._changed,
@@ -159,27 +171,27 @@ class ControlTree:
     ) -> str:
         """Let rank 0 call `decide`, and return the result on all ranks. All ranks call this.
 
-        A decision that depends on a clock or on the lighthouse belongs into `decide`: two ranks
-        that looked for themselves could decide differently. If `decide` raises, rank 0 must end:
-        the other ranks wait for its decision until it is lost.
+        A decision that depends on a clock or on the lighthouse belongs into `decide`. If each rank
+        looked for itself, two ranks could decide differently. If `decide` raises, rank 0 must end:
+        the other ranks wait for its decision until rank 0 is lost.
 
         Args:
             found: words that this rank has found; `decide` gets the words of all ranks.
-            timeout: seconds to wait for the other ranks. On the other ranks it includes the time
-                that rank 0 takes for `decide`. The caller makes no agreement after a timeout.
+            timeout: seconds to wait for the other ranks. On ranks other than 0 it includes the
+                duration of `decide`. After a timeout the caller must make no further agreement.
 
         Raises:
-            LighthouseError: this group has left the job meanwhile. It is what a request at the
-                lighthouse raises then, and what callers of both catch.
+            LighthouseError: this group has left the job meanwhile. A request at the lighthouse
+                raises the same error then, so callers of both catch one error.
             RankLostError: names the rank and its host.
             TimeoutError: the others took longer.
             ValueError: words or decision are too long for a message.
         """
-        number = self.number + 1
+        number = self.num_agreements + 1
         with self._changed:
             self._raise_if_ended()
             self._call(partial(self._node.join, number, found))
-            self.number = number  # words that are too long make no agreement
+            self.num_agreements = number  # after `join`: it refuses words that are too long
             arrived = self._words if self._rank == 0 else self._answers
             self._wait(lambda: number in arrived, timeout)
             if self._rank > 0:
@@ -193,26 +205,26 @@ class ControlTree:
             self._answers.pop(number, None)  # rank 0 has its decision already
         return decision
 
-    def rank0_announces(self, decide: Callable[[], str]) -> Announcement:
+    def rank0_announces(self, decide: Callable[[], str]) -> ReceivedDecision:
         """Let rank 0 call `decide`, and return the result on all ranks. All ranks call this.
 
-        Rank 0 waits for no other rank: this is an agreement for which no rank has anything to say.
+        Rank 0 waits for no other rank. Use it where the other ranks have no words to add.
 
         Raises:
             LighthouseError, RankLostError, ValueError: see `rank0_decides`.
         """
-        number = self.number + 1
+        number = self.num_agreements + 1
         text = decide() if self._rank == 0 else ""  # without the lock: it may take seconds
         with self._changed:
             self._raise_if_ended()
             if self._rank == 0:
                 self._call(partial(self._node.announce, number, text))
-            self.number = number
+            self.num_agreements = number
             self._wait(lambda: number in self._answers, None)
             return self._answers.pop(number)
 
     def pause(self, seconds: float) -> None:
-        """Sleep. Ends early, with an error, if the group leaves or a rank is lost.
+        """Sleep. The sleep ends early, with an error, if the group leaves or a rank is lost.
 
         Raises:
             LighthouseError: this group has left the job meanwhile.
@@ -223,11 +235,11 @@ class ControlTree:
             self._raise_if_ended()
 
     def say(self, topic: str, text: str = "") -> None:
-        """Say something to all ranks of the group, this one included; any thread, returns at once.
+        """Send a note to all ranks of the group, this rank included; any thread, returns at once.
 
-        Of several texts for one topic rank 0 takes the first, and every rank hears that one. If a
-        rank says a note and then joins an agreement, every rank hears the note before the decision.
-        Before an announcement, the notes of rank 0 alone have this guarantee.
+        If ranks send several texts for one topic, rank 0 takes the first, and every rank hears that
+        text. If a rank sends a note and then joins an agreement, every rank hears the note before
+        the decision. Before an announcement, only the notes of rank 0 have this guarantee.
 
         Raises:
             ValueError: the text is too long for a message.
@@ -238,7 +250,9 @@ class ControlTree:
         self._run_callbacks_without_thread()
 
     def say_with_all(self, topic: str) -> None:
-        """Say something that all ranks hear once each of them has said it; any thread, returns at once.
+        """Send a note that all ranks hear after each of them has sent it; any thread.
+
+        Returns at once.
 
         Raises:
             ValueError: the topic is too long for a message.
@@ -249,12 +263,14 @@ class ControlTree:
         self._run_callbacks_without_thread()
 
     def heard(self, topic: str) -> str | None:
-        """Return the text of a topic; None if this rank has not heard of it lately (`MAX_TOPICS`)."""
+        """Return the text of a topic; None if it is not among the last `MAX_TOPICS` topics."""
         with self._changed:
             return self._heard.get(topic)
 
     def settle(self, topic: str, text: str) -> str:
-        """Say something, and return the text that all ranks hear for this topic: the first one.
+        """Send a note, and return the text that all ranks hear for this topic.
+
+        That text is the first one that reached rank 0, which may be another rank's.
 
         Raises:
             LighthouseError: this group has left the job meanwhile.
@@ -262,17 +278,22 @@ class ControlTree:
         """
         self.say(topic, text)
         with self._changed:
-            # Notes outlast `end_agreements`: only a close or a loss ends this wait.
-            self._changed.wait_for(lambda: topic in self._heard or self._closed or self._failure is not None)
+            # Notes outlast `end_agreements`, so only a close or a loss ends this wait early.
+            self._changed.wait_for(partial(self._is_settled, topic))
             if topic not in self._heard:
                 self._raise_if_ended()
             return self._heard[topic]
 
-    def listen(self, prefix: str, hear: HearTopic) -> None:
-        """Call `hear` once for each topic with this prefix, also for topics that came before.
+    def _is_settled(self, topic: str) -> bool:
+        if topic in self._heard:
+            return True
+        return self._closed or self._failure is not None
 
-        The tree's thread calls `hear`, which must not block: that thread serves the children. A
-        prefix has one listener.
+    def listen(self, prefix: str, hear: HearTopic) -> None:
+        """Call `hear` once for each topic with this prefix, earlier topics included.
+
+        The tree's thread calls `hear`, which must not block: that thread also serves the children.
+        A prefix has one listener.
         """
         with self._changed:
             assert prefix not in self._topic_listeners, f"{prefix!r} has a listener"
@@ -283,9 +304,9 @@ class ControlTree:
         self._run_callbacks_without_thread()
 
     def listen_for_losses(self, hear: HearLoss) -> None:
-        """Call `hear` once for each rank that is lost; see `listen`.
+        """Call `hear` once for each lost rank, as `listen` does for topics.
 
-        A group of one rank loses none.
+        A group of one rank calls it after no event.
         """
         with self._changed:
             self._loss_listeners.append(hear)
@@ -300,24 +321,25 @@ class ControlTree:
             return list(self._losses)
 
     def end_agreements(self) -> None:
-        """Make no more agreements: this group has left the job. Notes go on until `leave`."""
+        """End all agreements, because this group has left the job. Notes go on until `leave`."""
         with self._changed:
             self._agreements_ended = True
             self._changed.notify_all()
 
     def leave(self, seconds: float) -> None:
-        """End this rank's part in order, so that its end is no loss to the others.
+        """Leave the tree in order, so that the other ranks do not report this rank as lost.
 
-        Waits for the neighbours to leave as well, at most so many seconds: they may need this rank
-        to pass on a last message. After that they wait for this rank no more.
+        Args:
+            seconds: to wait at most for the neighbours to leave as well. They may need this rank to
+                pass on a last message.
         """
         self.announce_end(seconds)
         self.close()
 
     def announce_end(self, seconds: float) -> None:
-        """Let the neighbours know that this process ends in order, and wait at most so many seconds.
+        """Report to the neighbours that this process ends in order; see `leave`.
 
-        Ends no wait of another thread: the caller ends the process.
+        Waits of other threads go on: the caller ends the process.
         """
         with self._changed:
             self._call(self._node.leave)
@@ -325,7 +347,7 @@ class ControlTree:
             self._call(self._node.end)
 
     def close(self) -> None:
-        """Close the connections, and end all waiting. Without `leave` the others lose this rank."""
+        """Close the connections, and end all waits. Without `leave` the others lose this rank."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -336,13 +358,20 @@ class ControlTree:
 
     # Start
 
-    def _connect(self, sockets: ControlSockets, store: TCPStore, key: str, token: str, own: Identity) -> None:
+    def _connect(
+        self,
+        sockets: ControlSockets,
+        store: TCPStore,
+        key: str,
+        token: str,
+        own: Identity,
+    ) -> None:
         """Publish this rank's address, and connect to the parent.
 
         Raises:
-            LighthouseError: the parent cannot be reached, or its address is not of this run.
+            LighthouseError: the parent cannot be reached, or its address has no valid seal.
         """
-        if sockets.address is not None:  # a rank without children does not listen
+        if sockets.address is not None:  # None: a rank without children does not listen
             address = join_address(*sockets.address)
             own_key = f"{key}/{self._rank}"
             store.set(own_key, add_seal(token, own_key, f"{address} {own.process} {own.host}"))
@@ -351,17 +380,22 @@ class ControlTree:
                 sockets.start()
             return
         parent_key = f"{key}/{self._parent}"
-        sealed = store.get(parent_key).decode(errors="replace")  # waits until it is there
+        sealed = store.get(parent_key).decode(errors="replace")  # waits until the key is there
         try:
-            found = remove_seal(token, parent_key, sealed)
+            text = remove_seal(token, parent_key, sealed)
         except UnsealedError as unsealed:
-            raise LighthouseError(f"rank {self._rank} of this group ({own.host}): {unsealed}") from unsealed
-        address, process, parent_host = found.split(" ", 2)
+            this_rank = f"rank {self._rank} of this group ({own.host})"
+            raise LighthouseError(f"{this_rank}: {unsealed}") from unsealed
+        address, process, parent_host = text.split(" ", 2)
         with self._changed:
             sockets.start_below(address, Identity(parent_host, process))
         if self._await_parent(sockets, self._parent):
             return
-        error = sockets.last_error or self._failure or f"no answer within {CONNECT_SECONDS:g} s"
+        error = sockets.last_error
+        if not error and self._failure is not None:
+            error = str(self._failure)
+        if not error:
+            error = f"no answer within {CONNECT_SECONDS:g} s"
         raise LighthouseError(
             f"rank {self._rank} of this group ({own.host}) cannot connect to rank {self._parent} "
             f"({parent_host}) at {address}: {error}; check that the hosts of a group reach each "
@@ -370,19 +404,21 @@ class ControlTree:
         )
 
     def _await_parent(self, sockets: ControlSockets, parent: int) -> bool:
-        """Wait for the first connection. Returns False if there is none."""
+        """Wait for the connection to the parent. Return False if none was made."""
 
         def is_over() -> bool:
-            return sockets.is_connected(parent) or self._failure is not None or self._closed
+            if sockets.is_connected(parent):
+                return True
+            return self._failure is not None or self._closed
 
         with self._changed:
             self._changed.wait_for(is_over, CONNECT_SECONDS)
             return sockets.is_connected(parent)
 
-    # With the lock
+    # Under the lock
 
     def _call(self, event: Callable[[float], list[Action]]) -> None:
-        """Give the node an event: a method that takes the time."""
+        """Give the node an event: one of its methods, which takes the time as its last argument."""
         if self._sockets is not None:
             self._sockets.call(event)
             return
@@ -395,7 +431,7 @@ class ControlTree:
             case Decide(number, words):
                 self._words[number] = words
             case Answer(number, text):
-                self._answers[number] = Announcement(text, time.monotonic())
+                self._answers[number] = ReceivedDecision(text, time.monotonic())
             case Hear(topic, text):
                 self._heard[topic] = text
                 drop_oldest(self._heard)
@@ -420,38 +456,46 @@ class ControlTree:
         self._callbacks.append(callback)
         self._num_unfinished_callbacks += 1
         if self._sockets is not None:
-            self._sockets.wake()  # its thread calls it, not the thread that called `say`
+            self._sockets.wake()  # the tree's thread calls the listener, not the caller of `say`
 
     def _wait(self, has_arrived: Callable[[], bool], timeout: float | None) -> None:
-        """Wait until it has arrived, and until all callbacks of listeners have returned.
+        """Wait until `has_arrived` returns True and all listeners have returned.
 
-        So a listener has seen the notes before a decision when the caller acts on the decision.
+        When the caller acts on a decision, the listeners have therefore seen all earlier notes.
+
+        Raises:
+            LighthouseError, RankLostError: the wait is in vain.
+            TimeoutError: the wait took longer.
         """
 
         def is_over() -> bool:
-            return self._has_ended or (has_arrived() and not self._num_unfinished_callbacks)
+            if self._has_ended:
+                return True
+            return has_arrived() and self._num_unfinished_callbacks == 0
 
         in_time = self._changed.wait_for(is_over, timeout)
         if has_arrived():
-            return  # also if a rank was lost just now: the others may have this decision
+            return  # even if a rank was lost just now: the others may act on this decision
         self._raise_if_ended()
         if not in_time:
             raise TimeoutError(f"the other ranks of this group took longer than {timeout:g} s")
 
     @property
     def _has_ended(self) -> bool:
-        """True if no agreement is made any more."""
+        """True if no further agreement can be made."""
         return self._closed or self._agreements_ended or self._failure is not None
 
     def _raise_if_ended(self) -> None:
         if self._closed or self._agreements_ended:
             raise LighthouseError("this group has left the job")
         if self._failure is not None:
-            # A listener may end the process with a report. The error would end it without one.
-            self._changed.wait_for(lambda: self._closed or not self._num_unfinished_callbacks)
-            raise type(self._failure)(*self._failure.args)  # anew for each thread that waits
+            # First the listeners: one of them may end the process with a report. The error would
+            # end it without a report.
+            self._changed.wait_for(lambda: self._closed or self._num_unfinished_callbacks == 0)
+            # A new object for each waiting thread: threads must not share a traceback.
+            raise type(self._failure)(*self._failure.args)
 
-    # On the tree's thread, or on the caller's if there is none; without the lock
+    # Without the lock, on the tree's thread; if there is none, on the caller's thread
 
     def _run_callbacks_without_thread(self) -> None:
         """Call the listeners if no thread does: in a group of one rank, and after a failure."""
@@ -460,28 +504,30 @@ class ControlTree:
 
     def _run_callbacks(self) -> None:
         """Call the listeners, in the order of the notes and losses."""
-        # Read without the lock: a callback that is queued after this test wakes the thread.
+        # Reading without the lock is safe: a callback that is queued after this test wakes the
+        # thread.
         while self._callbacks:
             with self._changed:
                 if not self._callbacks:
-                    return  # without the tree's thread: another thread has taken it
+                    return  # another caller's thread has taken the callback
                 callback = self._callbacks.popleft()
             try:
                 callback()
-            except Exception:  # the next callbacks, and the tree, must go on all the same
+            except Exception:
+                # The next callbacks, and the tree, must go on.
                 logger.exception("a listener of the control tree has failed")
             with self._changed:
                 self._num_unfinished_callbacks -= 1
                 self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """End all waiting after an unexpected error of the tree's thread, which ends.
+        """End all waits after an unexpected error of the tree's thread, which ends.
 
-        The listeners hear of the loss of this rank itself: it can do nothing any more in its group.
+        The listeners hear that this rank itself is lost: it can take no further part in its group.
         """
         with self._changed:
             text = f"the control tree failed on this rank: {first_line(error)}"
-            self._note_loss(Lose(self._rank, text, self._name), RuntimeError(text))
+            self._note_loss(Lose(self._rank, text, self._host_name), RuntimeError(text))
             self._has_thread = False
             self._changed.notify_all()
         self._run_callbacks()

@@ -275,7 +275,7 @@ class Membership:
         with self.waiting():  # for a sibling whose exchange is not complete
             agreed = self._agree_on(step, ok)
         if agreed:
-            self._partition.forget()
+            self._partition.forget_dead_links()
         self._failures = 0 if agreed else self._failures + 1
         self._pending = None
         return agreed
@@ -445,7 +445,7 @@ class Membership:
                 )
         # With others in the quorum the largest step may be their claim.
         alone = len(members) == len(reply.replica_ids)
-        max_step = reply.max_step if alone else max(step, self._rendezvous.step)
+        max_step = reply.max_step if alone else max(step, self._rendezvous.max_step)
         rank = members.index(self.member)
         return Quorum(key, rank, members, max_step, error=error, asked=asked, answered=answered, ready=ready)
 

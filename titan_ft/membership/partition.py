@@ -1,18 +1,20 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A network that is dead between some groups while all of them reach the lighthouse: what a group does about it.
+"""A network that is dead between some groups while all of them reach the lighthouse.
 
-In the order in which it happens:
+A group handles it in this order:
 
-1. An exchange waits although everybody heartbeats: each rank looks at its links, and breaks the exchange off when one
-   is dead (`watch`).
-2. The ranks of the group have voted "no" (because of that, or twice in a row because of whatever): together they find
-   out whom the group cannot reach and put it into the group's name at the lighthouse (`must_report`, `report_links`).
-   The group at the other end of the link reads that there, and reports what state it holds too.
-3. All who read the quorum's names come to the same largest clique of groups that reach each other (`member.admit`).
-4. A group that is not in it leaves the quorum with its state, looks at its links until they are good, or until those
-   at their other ends are gone, and comes back under a fresh name (`stay_outside`). Told to leave, it leaves at once:
-   the others need nothing of it.
+1. An exchange waits although all members send heartbeats. Each rank probes its links, and breaks
+   the exchange off if one of them is dead (`watch`).
+2. The ranks of the group vote "no", because of a dead link or twice in a row for any reason. Then
+   they find out together which groups they cannot reach, and rank 0 writes these into the group's
+   name at the lighthouse (`must_report`, `report_links`). The group at the other end of the link
+   reads that name, and reports what state it holds as well.
+3. All groups that read the names in the quorum find the same largest clique of groups that reach
+   each other (`protocol.member.admit`).
+4. A group outside the clique leaves the quorum and keeps its state. It probes its lost links until
+   they work again, or until the groups at their other ends are gone. Then it comes back under a
+   fresh name (`stay_outside`). On a leave request it leaves at once: the others need nothing of it.
 
 See docs/failures.md.
 """
@@ -24,6 +26,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from titan_ft.config import FaultTolerance
@@ -41,25 +44,42 @@ from titan_ft.transfer.reach import Peer
 
 logger = logging.getLogger(__name__)
 
-_MANY = 16  # groups that are asked at each look at the links of an exchange that takes long; of more, more seldom
-_PROBE_AFTER = 2  # votes in a row that failed; once is what any failure costs
-_PAGE_PAUSE_SECONDS = 0.02  # between two looks at the lighthouse's page
-_PROBE_PAUSE_SECONDS = 1.0  # between two looks of a group that is outside at the links it lost
-_GOOD_LOOKS = 2  # in a row, until it comes back; twice as many each time that a link which was back has failed again
-_MOST_GOOD_LOOKS = 60
-_RELAPSE_SECONDS = 300.0  # a link that is lost again within this time after its return was not really back
-# Among the names of processes that a rank cannot reach, and as the group's decision: leave. No process has this name.
+_GROUPS_PER_DELAY = 16  # for each so many groups, ranks wait once more before they probe
+_PROBE_AFTER_FAILURES = 2  # votes in a row; any failure costs one
+_PAGE_PAUSE_SECONDS = 0.02  # between two reads of the lighthouse's page
+_PROBE_PAUSE_SECONDS = 1.0  # between two probes of a group that is outside
+_MIN_GOOD_PROBES = 2  # in a row, before a group comes back; doubled after each relapse
+_MAX_GOOD_PROBES = 60
+_RELAPSE_SECONDS = 300.0  # a link that fails again within this time was not really back
 _LEAVE = "leave"
+"""The group's decision to leave, and a rank's word for it. No process has this unique name."""
 _LEAVE_TOPIC = "outside/leave"
-_POLL_SECONDS = 0.1  # between two checks whether a rank was told to leave
+_LEAVE_CHECK_SECONDS = 0.1  # pause between two checks for a leave request
+
+
+@dataclass(frozen=True)
+class _DeadLinks:
+    """The result of the watch in one exchange.
+
+    Attributes:
+        prefix: of the exchange.
+        processes: unique names of the members that this rank cannot reach.
+    """
+
+    prefix: str
+    processes: list[str]
 
 
 class Partition:
-    """One rank's part in finding out whom its group cannot reach, in telling it, and in staying outside.
+    """One rank's part in finding dead links, reporting them, and staying outside.
+
+    `Membership` owns it. The quorum thread calls `must_report`, `report_links`, `stay_outside` and
+    `note_quorum`. The training thread calls `before_vote` and `forget_dead_links`. The watch has a
+    thread of its own. Methods called a collective must be called on all ranks of the group.
 
     Args:
-        probe: says which peers cannot be reached, and why (see `reach.Probe`).
-        leave_requested: says whether this rank was.
+        probe: returns the peers that cannot be reached, and why (see `reach.Probe`).
+        leave_requested: returns True if this rank has been asked to leave.
         lighthouse: its address.
     """
 
@@ -76,186 +96,244 @@ class Partition:
         lighthouse: LighthouseAddress,
         events: EventLog,
     ) -> None:
-        self._beat = config.heartbeat_timeout_ms / 1000
-        self._seat, self._rendezvous, self._control = seat, rendezvous, control
-        self._probe, self._group_rank = probe, group_rank
+        self._heartbeat_timeout = config.heartbeat_timeout_ms / 1000
+        self._seat = seat
+        self._rendezvous = rendezvous
+        self._control = control
+        self._probe = probe
+        self._group_rank = group_rank
         self._leave_requested = leave_requested
-        self._page, self._events = StatusPage(lighthouse), events
+        self._page = StatusPage(lighthouse)
+        self._events = events
         self._members: tuple[Member, ...] = ()  # of the last quorum
-        self._accusers: tuple[Member, ...] = ()  # those of them that cannot reach this group
-        self._probed = ""  # prefix of the quorum whose links were looked at while its exchange was waited for
-        # A quorum's prefix, and whom this rank could not reach while its exchange waited.
-        self._lost: tuple[str | None, list[str]] = (None, [])
-        self._unreached: set[str] = set()  # at the last look
+        self._accusers: tuple[Member, ...] = ()  # members that report a dead link to this group
+        self._probed_prefix = ""  # of the exchange whose links the watch probed last
+        self._dead_links: _DeadLinks | None = None  # found by the watch
+        self._logged_unreachable: set[str] = set()  # at the last probe
         self._num_votes = 0
-        self._good_looks = _GOOD_LOOKS  # that the next return from outside needs
-        self._returned = -math.inf  # when this group came back from outside
+        self._required_good_probes = _MIN_GOOD_PROBES  # for the next return
+        self._returned_at = -math.inf
 
-    # 1. While an exchange is waited for
+    # 1. While an exchange is under way
 
-    def watch(self, others: Callable[[], list[Member]]) -> Watch:
-        """Start to look at the links of exchanges that take long.
+    def watch(self, find_others: Callable[[], list[Member]]) -> Watch:
+        """Return a watch that probes the links of an exchange that takes long.
 
         Args:
-            others: returns the other members of the exchange under way.
+            find_others: returns the other members of the exchange under way.
         """
-        # Peers that are slow are asked too: seldom, for they pay for it.
-        look = partial(self._find_lost, others)
-        return Watch("titan_ft_link_watch", self._look_after, 2.0, look)
+        # A probe also costs a healthy peer that is merely slow. So each pause is twice the one before.
+        return Watch(
+            "titan_ft_link_watch",
+            self._find_first_pause,
+            2.0,
+            partial(self._find_dead_links, find_others),
+        )
 
-    def _look_after(self) -> float:
-        """Return the seconds that an exchange may wait before this rank looks at its links."""
-        return SILENT_BEATS * self._beat * (1 + len(self._members) // _MANY)
+    def _find_first_pause(self) -> float:
+        """Return the seconds that an exchange may wait before this rank probes its links."""
+        num_delays = 1 + len(self._members) // _GROUPS_PER_DELAY
+        return SILENT_BEATS * self._heartbeat_timeout * num_delays
 
-    def _find_lost(self, others: Callable[[], list[Member]]) -> Callable[[], None] | None:
-        """Look which members of the exchange under way this rank cannot reach; returns what to do if there are some.
+    def _find_dead_links(
+        self,
+        find_others: Callable[[], list[Member]],
+    ) -> Callable[[], None] | None:
+        """Probe the members of the exchange under way. Return the action if some are unreachable.
 
-        A peer that is slow answers, and one that is busy does at the second time; only the network loses everything.
+        Two probes: a slow peer answers the first one, a busy peer answers the second one, and only
+        a dead network loses both.
         """
-        self._probed, members = self._rendezvous.prefix, others()
+        self._probed_prefix = self._rendezvous.prefix
+        suspects = find_others()
         for _ in range(2):
-            lost = self._find_dead(members)
-            members = [member for member in members if member.unique in lost]
-        return partial(self._break_off, members) if members else None
+            unreachable = self._probe_members(suspects)
+            suspects = [member for member in suspects if member.unique in unreachable]
+        if not suspects:
+            return None
+        return partial(self._break_off, suspects)
 
-    def _break_off(self, lost: Sequence[Member]) -> None:
-        """Break off the exchange under way because of links that are dead; the group reports them after the vote."""
-        logger.warning("no way to groups %s: breaking off the exchange", sorted(member.slot for member in lost))
-        self._lost = self._probed, sorted(member.unique for member in lost)
-        self._rendezvous.abort(self._probed)
+    def _break_off(self, unreachable: Sequence[Member]) -> None:
+        """Break off the exchange because of dead links. The group reports them after the vote."""
+        slots = sorted(member.slot for member in unreachable)
+        logger.warning("no way to groups %s: breaking off the exchange", slots)
+        processes = sorted(member.unique for member in unreachable)
+        self._dead_links = _DeadLinks(self._probed_prefix, processes)
+        self._rendezvous.abort(self._probed_prefix)
 
-    # 2. After a vote that failed
+    # 2. After a failed vote
 
     def before_vote(self, ok: bool) -> None:
-        """Tell all ranks of the group, before the vote, that this one votes "no" because of a link."""
+        """Before a vote, notify all ranks if this rank votes "no" because of a dead link."""
         self._num_votes += 1
-        if not ok and self._lost[0] == self._rendezvous.prefix:
-            self._control.say(self._lost_topic())
+        if not ok and self._find_known_dead() is not None:
+            self._control.say(self._dead_link_topic())
 
-    def forget(self) -> None:
-        """Forget what the watch has found: the exchange worked all the same."""
-        self._lost = (None, [])
+    def forget_dead_links(self) -> None:
+        """Forget the findings of the watch: the exchange worked nevertheless."""
+        self._dead_links = None
 
     def note_quorum(self, admission: Admission) -> None:
-        """Note who is in the quorum, and who of them cannot reach this group."""
-        self._members, self._accusers = admission.members, admission.accusers
+        """Remember the members of the quorum, and those that report a dead link to this group."""
+        self._members = admission.members
+        self._accusers = admission.accusers
 
     def must_report(self, failures: int) -> bool:
-        """Say whether this group should find out whom it can reach; the same on all of its ranks.
+        """True if this group should find out which groups it can reach; the same on all ranks.
 
         Args:
-            failures: votes in a row that failed.
+            failures: failed votes in a row.
         """
-        known = failures > 0 and self._control.heard(self._lost_topic()) is not None
-        return known or failures >= _PROBE_AFTER or bool(self._accusers)
+        if self._accusers or failures >= _PROBE_AFTER_FAILURES:
+            return True
+        return failures > 0 and self._control.heard(self._dead_link_topic()) is not None
 
     def report_links(self, failures: int, step: int) -> None:
-        """Find out whom this group cannot reach, and report it in the group's name. A collective of the group.
+        """Find out which groups this group cannot reach, and report them in the group's name.
+
+        A collective.
 
         Args:
+            failures: failed votes in a row.
             step: committed updates that the group holds.
         """
         peers = [member for member in self._members if member != self._seat.member]
-        prefix, found = self._lost
-        if prefix != self._rendezvous.prefix:  # else it was found while the exchange waited
-            found = []
-            if failures >= _PROBE_AFTER:  # else another rank has found something, and the others need not be waited for
-                found = self._find_dead([peer for peer in peers if peer not in self._accusers])
-        server = self._control.rank0_decides(found, lambda dead: self._report(peers, dead, step))
+        dead = self._find_known_dead()
+        if dead is None and failures >= _PROBE_AFTER_FAILURES:
+            dead = self._probe_members([peer for peer in peers if peer not in self._accusers])
+        # After one failed vote another rank has found a dead link, and need not wait for a probe
+        # of this rank.
+
+        def report(all_dead: set[str]) -> str:
+            return self._report(peers, all_dead, step)
+
+        server = self._control.rank0_decides(dead or (), report)
         if server:
             self._seat.take(server)
 
-    def _report(self, peers: Sequence[Member], dead: set[str], step: int) -> str:
-        """Open the server whose name says whom this group cannot reach; returns nothing if all of that is known."""
-        own, living = self._seat.member, self._find_living(dead)
-        lost = [peer for peer in peers if peer.unique in living]
-        slots = [peer.slot for peer in lost if not own.has_reported(peer)]
-        if slots:
-            logger.warning(
-                "groups %s live and cannot be reached: see to the network between them and this group", slots
-            )
-            self._events.emit(LinkDead(slots=slots))
-        # A report replaces the one before. So it names each dead link, also those that only the other group has
-        # reported. Otherwise two groups could each withdraw the other's answer, and rename themselves without end.
-        lost.extend(member for member in self._members if member.has_reported(own))
-        if all(own.has_reported(peer) for peer in lost):
-            return ""
-        return self._seat.reopen(own.reporting(step, lost))
+    def _find_known_dead(self) -> list[str] | None:
+        """Return the processes that the watch found unreachable in the last exchange.
 
-    def _lost_topic(self) -> str:
-        # A rank that looks late, after one vote, must not find what another rank says before the next one.
+        None if the watch found no dead link in it.
+        """
+        dead_links = self._dead_links
+        if dead_links is None or dead_links.prefix != self._rendezvous.prefix:
+            return None
+        return dead_links.processes
+
+    def _report(self, peers: Sequence[Member], dead: set[str], step: int) -> str:
+        """Open a seat whose name contains the dead links; on rank 0.
+
+        Returns an empty text if the group's name contains all of them already.
+        """
+        own = self._seat.member
+        living = self._find_living(dead)
+        unreachable = [peer for peer in peers if peer.unique in living]
+        new_slots = [peer.slot for peer in unreachable if not own.has_reported(peer)]
+        if new_slots:
+            logger.warning(
+                "groups %s live and cannot be reached: see to the network between them and this group",
+                new_slots,
+            )
+            self._events.emit(LinkDead(slots=new_slots))
+        # A report replaces the former report. So it also names the links that only the other group
+        # has reported. Otherwise two groups could each withdraw the other's answer, and rename
+        # themselves without end.
+        unreachable.extend(member for member in self._members if member.has_reported(own))
+        if all(own.has_reported(peer) for peer in unreachable):
+            return ""
+        return self._seat.reopen(own.reporting(step, unreachable))
+
+    def _dead_link_topic(self) -> str:
+        # The topic has the vote's number. A rank that reads the note of one vote late must not find
+        # another rank's note about the next vote.
         return f"lost/{self._num_votes}"
 
-    # 4. Outside of the largest clique
+    # 4. Outside the largest clique
 
     def stay_outside(self, admission: Admission) -> None:
-        """Leave the others alone until this group reaches those that it is cut off from, or they are gone.
+        """Wait outside until this group reaches the groups it is cut off from, or they are gone.
 
-        All ranks of the group keep their state meanwhile, and the training thread waits.
+        A collective. All ranks of the group keep their state meanwhile, and the training thread
+        waits.
 
         Raises:
-            Leaving: a rank of the group was told to leave; on all of them.
+            Leaving: a rank of the group has been asked to leave; on all ranks.
         """
         self._leave_quorum(admission)
-        lost, good = admission.cut_off, 0
+        cut_off = admission.cut_off
+        num_good_probes = 0  # in a row
 
-        def come_back(dead: set[str]) -> str:
-            nonlocal good
-            if _LEAVE in dead:
+        def decide(words: set[str]) -> str:
+            nonlocal num_good_probes
+            if _LEAVE in words:
                 return _LEAVE
-            good = 0 if self._find_living(dead) else good + 1
-            gone = all(member.unique in dead for member in lost)
-            if good < (_GOOD_LOOKS if gone else self._good_looks):
+            num_good_probes += 1
+            if self._find_living(words):  # words are the unreachable processes
+                num_good_probes = 0
+            all_gone = all(member.unique in words for member in cut_off)
+            required = _MIN_GOOD_PROBES if all_gone else self._required_good_probes
+            if num_good_probes < required:
                 return ""
             return self._seat.reopen(self._seat.member.renamed(uuid.uuid4().hex))
 
         decision = ""
         while not decision:
-            decision = self._control.rank0_decides(self._look_outside(lost), come_back)
+            decision = self._control.rank0_decides(self._probe_outside(cut_off), decide)
         if decision == _LEAVE:
             raise Leaving
         self._seat.take(decision)
-        self._returned = time.monotonic()
+        self._returned_at = time.monotonic()
         if self._group_rank == 0:
-            slots = [member.slot for member in lost]
-            logger.warning("groups %s can be reached again, or are gone: this group comes back", slots)
+            slots = [member.slot for member in cut_off]
+            logger.warning(
+                "groups %s can be reached again, or are gone: this group comes back",
+                slots,
+            )
             self._events.emit(LinkBack(slots=slots))
 
-    def _look_outside(self, lost: Sequence[Member]) -> list[str]:
-        """Look at the links to `lost` after a pause; returns as soon as a rank of this group was told to leave.
+    def _probe_outside(self, cut_off: Sequence[Member]) -> list[str]:
+        """Probe the links to `cut_off` after a pause. A leave request of any rank ends it early.
 
-        There is no vote to leave after, and the time that leaving may take (`drain_timeout_seconds`) can be shorter
-        than a look at links that lose everything: the rank would end without having left in order, and its siblings
-        would wait for what it has found.
+        Outside there is no vote after which the group could leave. A probe of links that lose
+        everything may take longer than `drain_timeout_seconds`. Without the early end, this rank
+        would end without having left in order, and its siblings would wait for its result.
 
-        One rank's word is enough, because rank 0 decides for the group, and the word only ends the look early.
-        `Drain.stops_waiting` needs the words of all ranks, because nobody decides there: the round that it waits for
-        reaches each rank at a time of its own.
+        One rank's word suffices: rank 0 decides for the group, and the word only ends the probe.
+        `Drain.stops_waiting` needs the words of all ranks, because no rank decides there, and the
+        round that it waits for reaches each rank at another time.
+
+        Returns:
+            The words of this rank for the decision: unreachable processes, or `_LEAVE`.
         """
 
-        def look() -> list[str]:
+        def probe() -> list[str]:
             self._control.pause(_PROBE_PAUSE_SECONDS)
-            return self._find_dead(lost)
+            return self._probe_members(cut_off)
 
-        looked = call_aside(look, "titan_ft_outside_look")
-        while not looked.done():
+        probing = call_aside(probe, "titan_ft_outside_look")
+        while not probing.done():
             if self._leave_requested():
                 self._control.say(_LEAVE_TOPIC)
             if self._control.heard(_LEAVE_TOPIC) is not None:
                 return [_LEAVE]
-            self._control.pause(_POLL_SECONDS)
-        return looked.result()
+            self._control.pause(_LEAVE_CHECK_SECONDS)
+        return probing.result()
 
     def _leave_quorum(self, admission: Admission) -> None:
-        """Stop the heartbeats, which would make the others wait for this group."""
-        relapsed = time.monotonic() - self._returned < _RELAPSE_SECONDS
-        self._good_looks = min(2 * self._good_looks, _MOST_GOOD_LOOKS) if relapsed else _GOOD_LOOKS
+        """Stop the heartbeats, because the others would wait for a group that sends some."""
+        relapsed = time.monotonic() - self._returned_at < _RELAPSE_SECONDS
+        if relapsed:
+            self._required_good_probes = min(2 * self._required_good_probes, _MAX_GOOD_PROBES)
+        else:
+            self._required_good_probes = _MIN_GOOD_PROBES
         if self._group_rank == 0:
             members = [member.slot for member in admission.members]
             slots = [member.slot for member in admission.cut_off]
             logger.warning(
-                "groups %s go on without this one: it and groups %s cannot reach each other. It keeps its state, tries "
-                "again and comes back by itself; see to the network between them",
+                "groups %s go on without this one: it and groups %s cannot reach each other. It "
+                "keeps its state, tries again and comes back by itself; see to the network between "
+                "them",
                 members,
                 slots,
             )
@@ -265,45 +343,66 @@ class Partition:
             self._seat.leave()
             return ""
 
-        # Each rank has had the server's last answer when it agrees.
+        # An agreement: when a rank joins it, that rank has had the last answer of the seat.
         self._control.rank0_decides((), leave)
 
-    # Who can be reached, and who lives
+    # Reachable and living members
 
-    def _find_dead(self, members: Sequence[Member]) -> list[str]:
-        """Return which of `members`, by their unique names, this rank cannot reach."""
-        # Each group begins with other peers: all groups' probes at once would be too many for one peer.
+    def _probe_members(self, members: Sequence[Member]) -> list[str]:
+        """Return the unique names of the members that this rank cannot reach, and log new ones."""
+        # Each group begins with the slots above its own. If all groups began with the same peer,
+        # that peer would get too many probes at once.
         members = sorted(members, key=lambda member: member.slot < self._seat.member.slot)
-        addresses = self._rendezvous.addresses
-        reasons = self._probe(
-            [Peer(member.unique, member.store, addresses.get(member.unique, "")) for member in members]
-        )
+        peers = []
         for member in members:
-            if member.unique in reasons.keys() - self._unreached:
-                logger.warning(
-                    "rank %d cannot reach group %d: %s", self._group_rank, member.slot, reasons[member.unique]
-                )
-        self._unreached = set(reasons)
+            address = self._rendezvous.addresses.get(member.unique, "")
+            peers.append(Peer(member.unique, member.store, address))
+        reasons = self._probe(peers)
+        for member in members:
+            if member.unique in reasons.keys() - self._logged_unreachable:
+                reason = reasons[member.unique]
+                logger.warning("rank %d cannot reach group %d: %s", self._group_rank, member.slot, reason)
+        self._logged_unreachable = set(reasons)
         return sorted(reasons)
 
     def _find_living(self, dead: set[str]) -> set[str]:
-        """Return those of `dead` that still heartbeat; all of them if the lighthouse does not answer.
+        """Return the processes in `dead` that still send heartbeats; on rank 0.
 
-        A process that has ended cannot be reached either, and neither can one that is frozen. Both send no heartbeats.
+        A process that has ended or is frozen cannot be reached either, but sends no heartbeat. All
+        of `dead` are returned if the lighthouse does not answer.
         """
-        beat, began = self._beat, time.monotonic()
-        open_, living = set(dead), set[str]()
-        while open_ and (now := time.monotonic()) - began < 2 * beat:
-            page = self._page.read(beat)
+        started = time.monotonic()
+        undecided = set(dead)
+        living: set[str] = set()
+        while undecided:
+            elapsed = time.monotonic() - started
+            if elapsed >= 2 * self._heartbeat_timeout:
+                break
+            page = self._page.read(self._heartbeat_timeout)
             if page is None:
                 return dead
-            # A process that has just changed its name is there twice.
-            youngest: dict[str, float] = {}
-            for name, seconds in page.heartbeats.items():
-                for member in known_members([name], self._seat.member.token):
-                    youngest[member.unique] = min(seconds, youngest.get(member.unique, seconds))
-            living |= {unique for unique in open_ if youngest.get(unique, now) < now - began}
-            # Not those that are not listed: a lighthouse that was started again has yet to hear of them.
-            open_ -= living | {unique for unique in open_ if youngest.get(unique, 0.0) > beat}
+            ages = self._find_heartbeat_ages(page.heartbeats)
+            for unique in list(undecided):
+                # A process without a line stays undecided: a lighthouse that was started again may
+                # not have heard from it yet.
+                age = ages.get(unique)
+                if age is None:
+                    continue
+                if age < elapsed:  # it has sent a heartbeat since this search started
+                    living.add(unique)
+                    undecided.discard(unique)
+                elif age > self._heartbeat_timeout:
+                    undecided.discard(unique)
             self._control.pause(_PAGE_PAUSE_SECONDS)
         return living
+
+    def _find_heartbeat_ages(self, heartbeats: dict[str, float]) -> dict[str, float]:
+        """Return the seconds since each process's last heartbeat, by its unique name.
+
+        A process that has just changed its name has two lines, of which the younger one counts.
+        """
+        ages: dict[str, float] = {}
+        for name, seconds in heartbeats.items():
+            for member in known_members([name], self._seat.member.token):
+                ages[member.unique] = min(seconds, ages.get(member.unique, seconds))
+        return ages

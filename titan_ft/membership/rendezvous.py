@@ -1,14 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The process group of the quorum in force: how its members meet and build it, and how it is broken off.
+"""The process group of the current quorum: how its members meet, connect, and break off.
 
-Built anew for each new set of members. Whatever goes wrong here costs one exchange: it fails at once and is repeated in
-the next quorum.
+A process group is built for each new set of members. A failure in this module costs one exchange:
+the exchange fails at once, and is repeated in the next quorum.
 
-The ranks with the same number in all groups are a column. Each column meets at the store of one group, its leader. All
-ranks find the leader from the quorum's names. The columns are spread over the groups, so that no store serves all.
+The ranks with the same number in all groups are a *column*. Each column meets at the store of one
+group, its leader. All ranks find the leader from the quorum's names. The columns are spread over
+the groups, so that no store serves all.
 
-See docs/membership.md.
+See docs/membership.md, "Meeting of groups".
 """
 
 from __future__ import annotations
@@ -34,29 +35,35 @@ from titan_ft.transfer.reach import check_listens, within
 
 logger = logging.getLogger(__name__)
 
-# See `find_limit`.
-_LEAST_SECONDS = 2.0
-_SECONDS_OF_A_GROUP = 0.01
-_SECONDS_OF_A_RANK = 0.001
+# The limit of a meeting; see `find_limit`.
+_BASE_SECONDS = 2.0
+_SECONDS_PER_GROUP = 0.01
+_SECONDS_PER_RANK = 0.001
 
-_BROKEN = "broken/"  # a note's topic begins so; the prefix of the exchange that is broken off follows
+_BROKEN = "broken/"
+"""Prefix of a note's topic. The prefix of the exchange that is broken off follows."""
+
+_BROKEN_EARLIER = "broke on another rank of this group before it began here"
 
 
 class Rendezvous:
     """One rank's process group with its counterparts in the other groups.
 
+    `Membership` owns it. Its quorum thread calls `configure`. The training thread and the exchange
+    use `process_group`. Any thread may call `abort`. After a failed `configure` the process group
+    is unusable, and the next quorum's `configure` builds another one.
+
     Args:
-        process_group: a reconfigurable one of torchft's.
-        timeout: of its collectives.
+        process_group: one of torchft's reconfigurable process groups.
+        timeout: limit of a collective.
         control: tree of the group's ranks.
         address: host:port of this rank's state server.
 
     Attributes:
-        key: of the quorum that the process group was built for; empty before the first.
-        prefix: of that quorum's keys in stores; never twice the same.
-        peers: state servers (host:port) of its members, by rank.
-        addresses: the same by the member's unique name.
-        step: largest number of updates that a member had when it was built.
+        key: names the quorum that the process group was built for; empty before the first quorum.
+        prefix: of that quorum's keys in stores. No two meetings of this process have the same one.
+        addresses: state servers (host:port) of the quorum's members, by their unique names.
+        max_step: largest number of updates that a member held when the process group was built.
     """
 
     def __init__(
@@ -69,78 +76,82 @@ class Rendezvous:
         group_world_size: int,
         address: str,
     ) -> None:
-        self.process_group, self.timeout = process_group, timeout
+        self.process_group = process_group
+        self.timeout = timeout
         self._control = control
-        self._group_rank, self._group_world_size = group_rank, group_world_size
+        self._group_rank = group_rank
+        self._group_world_size = group_world_size
         self._address = address
-        self.key = self.prefix = ""
-        self.peers: dict[int, str] = {}
+        self.key = ""
+        self.prefix = ""
         self.addresses: dict[str, str] = {}
-        self.step = 0
-        self._builds: Counter[str] = Counter()  # how often a process group was built for each key
-        self._kept: tuple[Member, TCPStore] | None = None  # whose store the members met at last, and the connection
-        self._drop_keys: Callable[[], None] | None = None  # of the last meeting, if it was at this group's store
+        self.max_step = 0
+        self._num_meetings: Counter[str] = Counter()  # by quorum key
+        # The leader at whose store the last meeting was, and the connection to that store.
+        self._leader_store: tuple[Member, TCPStore] | None = None
+        # Drops the last meeting's keys if that meeting was at this group's store.
+        self._drop_last_keys: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._closed = False
         control.listen(_BROKEN, self._follow_abort)
 
-    def configure(self, key: str, quorum_id: int, members: tuple[Member, ...], own: Member, step: int) -> str | None:
-        """Build the process group of a new quorum; returns what went wrong, or None.
+    def configure(
+        self,
+        key: str,
+        quorum_id: int,
+        members: tuple[Member, ...],
+        own: Member,
+        step: int,
+    ) -> str | None:
+        """Build the process group of a new quorum. Return the reason if that failed, else None.
 
         Args:
             key: names the quorum.
-            own: this group's name among `members`.
-            step: committed updates that it holds.
+            own: this group's name, one of `members`.
+            step: committed updates that this group holds.
         """
-        # A restarted lighthouse counts quorum ids from the beginning, and stores keep what was written under a key.
-        # The same processes were members each time that it came up, so that their counts agree. After a reply that
-        # reached only some of them they do not: then they miss each other, and meet in the next quorum.
-        self._builds[key] += 1
+        # A restarted lighthouse counts quorum ids from the beginning, and a store keeps what was
+        # written under a key. So the prefix also counts how often a key came up. The counts of the
+        # members agree, unless a reply reached only some of them. In that case these members miss
+        # each other here, and meet in the next quorum.
+        self._num_meetings[key] += 1
         with self._lock:
-            if self._closed:  # the peers would wait for one that never exchanges
+            if self._closed:  # the peers would wait for a member that never exchanges
                 return "this group has left the job"
-            self.key, self.prefix = key, f"titan_ft/{key}/{self._builds[key]}"
-        prefix, rank = f"{self.prefix}/{self._group_rank}", members.index(own)
+            self.key = key
+            self.prefix = f"titan_ft/{key}/{self._num_meetings[key]}"
         leader = find_leader(members, self._group_rank)
         limit = find_limit(len(members), self._group_world_size)
-        if self._control.heard(_BROKEN + self.prefix) is not None:
-            return "broke on another rank of this group before it began here"
+        if self._is_broken():
+            return _BROKEN_EARLIER
         try:
-            self.step = step
-            if len(members) > 1:
-                texts = self._exchange_addresses(leader, prefix, rank, len(members), step, limit)
-                facts = [text.split(" ") for text in texts]
-                self.peers = {peer: address for peer, (address, _) in enumerate(facts)}
-                self.addresses = {members[peer].unique: address for peer, address in self.peers.items()}
-                self.step = max(int(number) for _, number in facts)
-            # A member that dies right here must not cost the timeout of a whole collective.
-            self.process_group.set_timeout(timedelta(seconds=limit))
-            self.process_group.configure(
-                f"{leader.store}/{prefix}/pg",
-                own.replica_id,
-                rank,
-                len(members),
-                quorum_id,
-                self._group_rank,
-                self._group_world_size,
-                [member.slot * self._group_world_size + self._group_rank for member in members],
-            )
-            if leader == own and self._kept is not None:
-                self._drop_former_keys(partial(drop_keys, self._kept[1], prefix, len(members)))
-            if self._control.heard(_BROKEN + self.prefix) is not None:
-                return "broke on another rank of this group before it began here"
-        except Exception as error:  # noqa: BLE001  # a member may die right here; the next quorum is without it
-            self._kept = None  # a new connection next time
+            self._meet(leader, members, own, step, limit)
+            self._connect(leader, members, own, quorum_id, limit)
+            if leader == own:
+                self._drop_former_keys(len(members))
+            if self._is_broken():
+                return _BROKEN_EARLIER
+        except Exception as error:  # noqa: BLE001  # of any kind: a member may die during the meeting
+            self._leader_store = None  # connect anew next time
             return first_line(error)
         finally:
             self.process_group.set_timeout(self.timeout)
         return None
 
-    def abort(self, prefix: str) -> None:
-        """Break off the exchange under way, if it is still that of `prefix`.
+    @property
+    def _column_prefix(self) -> str:
+        """Prefix of this column's keys in the leader's store."""
+        return f"{self.prefix}/{self._group_rank}"
 
-        Ranks that saw nothing of the failure should not sit out a timeout: peers notice the closed connections, and
-        the other ranks of this group hear of it through the control tree.
+    def _is_broken(self) -> bool:
+        """True if another rank of this group has broken off the exchange of this quorum."""
+        return self._control.heard(_BROKEN + self.prefix) is not None
+
+    def abort(self, prefix: str) -> None:
+        """Break off the exchange under way, if it still is the exchange of `prefix`; any thread.
+
+        Ranks that have not seen the failure need not wait for a timeout. Counterparts notice the
+        closed connections. The other ranks of this group get a note over the control tree.
         """
         self._abort_own(prefix)
         if prefix and self._group_world_size > 1:
@@ -152,54 +163,133 @@ class Rendezvous:
             self._closed = True
             self.process_group.abort(errored=False)
 
-    def _exchange_addresses(
-        self, leader: Member, prefix: str, rank: int, world_size: int, step: int, limit: float
+    # The meeting of the column
+
+    def _meet(
+        self,
+        leader: Member,
+        members: Sequence[Member],
+        own: Member,
+        step: int,
+        limit: float,
+    ) -> None:
+        """Exchange state servers' addresses and steps with the counterparts.
+
+        Raises an error of the store, at once if a member is already gone.
+        """
+        self.max_step = step
+        if len(members) == 1:
+            return
+        texts = self._exchange_texts(leader, members.index(own), len(members), step, limit)
+        addresses = {}
+        for member, text in zip(members, texts, strict=True):
+            address, member_step = text.split(" ")
+            addresses[member.unique] = address
+            self.max_step = max(self.max_step, int(member_step))
+        self.addresses = addresses  # in one piece: other threads read it
+
+    def _exchange_texts(
+        self,
+        leader: Member,
+        rank: int,
+        num_members: int,
+        step: int,
+        limit: float,
     ) -> list[str]:
-        """Tell the members this rank's state server and step, learn theirs; shows at once when one is gone already.
+        """Write this rank's text to the leader's store, and return the texts of all members.
 
         Args:
-            limit: seconds for each of the store's answers.
+            limit: seconds for each answer of the store.
         """
-        timeout = timedelta(seconds=limit)
 
         def exchange() -> list[str]:
-            # Kept: every new connection costs a reverse DNS lookup on both sides, even of numeric addresses. Not for
-            # another process at the same address, though: the connection is to the one that died, and would break.
-            before, self._kept = self._kept, None
-            if before is not None and before[0].unique == leader.unique:
-                kept = before[1]
-                kept.set_timeout(timeout)
-            else:
-                check_listens(leader.store, limit)
-                address = split_address(leader.store)
-                kept = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-            store = PrefixStore(prefix, kept)
-            store.set(str(rank), add_seal(leader.token, f"{prefix}/{rank}", f"{self._address} {step}"))
-            # One request for all members: a read for each would be a request for each pair of them, in every column.
-            found = store.multi_get([str(rank) for rank in range(world_size)])  # waits until all are there
-            self._kept = leader, kept
-            # Whoever reaches the store may write: a false step would make holders of the state joiners.
-            return [
-                remove_seal(leader.token, f"{prefix}/{peer}", text.decode(errors="replace"))
-                for peer, text in enumerate(found)
-            ]
+            store = self._connect_to_store(leader, limit)
+            column = PrefixStore(self._column_prefix, store)
+            sealed = add_seal(leader.token, self._key_of(rank), f"{self._address} {step}")
+            column.set(str(rank), sealed)
+            # One request for all members. A request for each member would be one for each pair of
+            # ranks in every column. The store answers when all keys are there.
+            found = column.multi_get([str(peer) for peer in range(num_members)])
+            self._leader_store = leader, store
+            texts = []
+            for peer, text in enumerate(found):
+                # Whoever reaches the store may write to it. A false step would turn holders of the
+                # state into joiners.
+                sealed = text.decode(errors="replace")
+                texts.append(remove_seal(leader.token, self._key_of(peer), sealed))
+            return texts
 
-        # The way there may be dead. Longer than what the store's own timeout ends, which says more.
+        # torch's client waits without end if the network to the store dies. The limit is longer
+        # than the store's own timeout, whose error says more.
         return within(2 * limit, exchange)
 
-    def _drop_former_keys(self, drop: Callable[[], None]) -> None:
-        """Drop the keys of the former meeting at this group's store, and later, with `drop`, those of this one.
+    def _key_of(self, rank: int) -> str:
+        """Return the full key of a member's text, which its seal covers."""
+        return f"{self._column_prefix}/{rank}"
 
-        All members of this meeting have left the former one. Of 300 groups each meeting leaves 0.8 MB in the store.
+    def _connect_to_store(self, leader: Member, limit: float) -> TCPStore:
+        """Return a connection to the leader's store: that of the last meeting if it still fits.
+
+        A new connection costs a reverse DNS lookup on both sides, even for a numeric address. The
+        old connection does not fit another process at the same address: it leads to the process
+        that has died, and would break.
         """
-        former, self._drop_keys = self._drop_keys, drop
+        timeout = timedelta(seconds=limit)
+        former = self._leader_store
+        self._leader_store = None
+        if former is not None and former[0].unique == leader.unique:
+            former[1].set_timeout(timeout)
+            return former[1]
+        check_listens(leader.store, limit)
+        host, port = split_address(leader.store)
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    def _connect(
+        self,
+        leader: Member,
+        members: Sequence[Member],
+        own: Member,
+        quorum_id: int,
+        limit: float,
+    ) -> None:
+        """Connect the process group's members."""
+        # A member may die at this moment. That must not cost the timeout of a whole collective.
+        self.process_group.set_timeout(timedelta(seconds=limit))
+        size = self._group_world_size
+        global_ranks = [member.slot * size + self._group_rank for member in members]
+        self.process_group.configure(
+            f"{leader.store}/{self._column_prefix}/pg",
+            own.replica_id,
+            members.index(own),
+            len(members),
+            quorum_id,
+            self._group_rank,
+            self._group_world_size,
+            global_ranks,
+        )
+
+    def _drop_former_keys(self, num_members: int) -> None:
+        """Drop the keys of the former meeting at this group's store, and remember these ones.
+
+        All members of this meeting have left the former one. A meeting of 300 groups leaves 0.8 MB
+        in the store.
+        """
+        if self._leader_store is None:  # a lone group met nobody
+            return
+        former = self._drop_last_keys
+        _, store = self._leader_store
+        self._drop_last_keys = partial(drop_keys, store, self._column_prefix, num_members)
         if former is not None:
-            call_aside(former, "titan_ft_drop_keys")  # two requests a member, and nobody waits for them
+            # Two requests a member, and nobody waits for them.
+            call_aside(former, "titan_ft_drop_keys")
+
+    # Breaking off
 
     def _follow_abort(self, prefix: str) -> None:
         """Break off the exchange that another rank of this group has broken off.
 
-        On a thread of its own: NCCL's abort may take a second, and the control tree's thread must not wait for it.
+        On a thread of its own: NCCL's abort may take a second, and the control tree's thread must
+        not wait for it.
         """
         call_aside(partial(self._abort_own, prefix), "titan_ft_abort")
 
@@ -209,38 +299,49 @@ class Rendezvous:
                 return
             try:
                 self.process_group.abort()
-            except Exception:  # the other ranks must be told, and later exchanges watched, all the same
+            except Exception:
+                # The caller must still notify the other ranks, and its watch must go on.
                 logger.exception("the exchange cannot be broken off here: it ends when its timeout is over")
 
 
 def drop_keys(store: TCPStore, prefix: str, num_members: int) -> None:
-    """Drop what a meeting has left in a store: its members' addresses, and the addresses of Gloo's connections."""
+    """Drop the keys of a meeting from a store: the members' texts, and the addresses of Gloo.
+
+    NCCL leaves one key of 128 bytes, which stays.
+    """
     for rank in range(num_members):
         store.delete_key(f"{prefix}/{rank}")
-        store.delete_key(f"{prefix}/pg/0/{rank}")  # as torch names it; NCCL leaves one key, of 128 bytes
+        store.delete_key(f"{prefix}/pg/0/{rank}")  # torch's name for the key of Gloo
 
 
 def find_leader(members: Sequence[Member], group_rank: int) -> Member:
-    """Return the member at whose store a column of ranks meets: the same one on all of them, without a message.
+    """Return the member at whose store a column of ranks meets.
 
-    It is the member with the largest hash of its name and the column (rendezvous hashing). So a death moves only the
-    columns of the member that died, and the connections of all others last. The younger half of the members leads no
-    column. Otherwise the other groups would have to connect to a member that has just come.
+    All ranks of the column find the same member without a message: the member with the largest hash
+    of its name and the column (rendezvous hashing). So a death moves only the columns that the dead
+    member led, and the connections of all other columns last. The younger half of the members leads
+    no column. Otherwise the other groups would have to connect to a member that has just come.
 
-    The leader is not the member that the lighthouse's reply names, which claims the most updates.
+    The leader is not the member whose store the lighthouse's reply names: that member merely claims
+    the most updates.
     """
     by_age = sorted(members, key=lambda member: member.age)
     established = by_age[: (len(by_age) + 1) // 2]
-    return max(established, key=lambda member: hashlib.sha256(f"{member.unique}/{group_rank}".encode()).digest())
+
+    def weight(member: Member) -> bytes:
+        return hashlib.sha256(f"{member.unique}/{group_rank}".encode()).digest()
+
+    return max(established, key=weight)
 
 
 def find_limit(num_groups: int, num_ranks: int) -> float:
-    """Return the seconds that a rank waits for its column in each part of a meeting: addresses, then connections.
+    """Return the seconds that a rank waits in each part of a meeting: addresses, then connections.
 
-    All members got the quorum's reply at the same moment: one that is silent for longer is gone. A rank reads a line of
-    each group and connects to each group. A group's store serves about as many ranks as a group has, in large groups.
+    All members receive the quorum's reply at the same moment, so a member that is silent for longer
+    is gone. A rank reads a text of each group and connects to each group. In large groups, a
+    group's store serves about as many ranks as a group has.
 
     Args:
         num_ranks: of a group.
     """
-    return _LEAST_SECONDS + _SECONDS_OF_A_GROUP * num_groups + _SECONDS_OF_A_RANK * num_ranks
+    return _BASE_SECONDS + _SECONDS_PER_GROUP * num_groups + _SECONDS_PER_RANK * num_ranks

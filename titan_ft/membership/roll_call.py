@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The thread of rank 0 that reports which other groups are lost, or back (see `roll`)."""
+"""The roll call: a thread of rank 0 that reports which other groups are lost, or back.
+
+`protocol/roll.py` decides which groups are lost. See docs/failures.md.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,16 @@ from titan_ft.run.log import EventLog
 logger = logging.getLogger(__name__)
 
 _MIN_PAUSE_SECONDS = MIN_SILENCE_SECONDS / 4
-"""Pause between two checks: a silence is reported soon after it has become long enough."""
+"""Pause between two checks of the first `_NUM_FREQUENT` groups. It bounds how late a loss is
+reported."""
 _NUM_FREQUENT = 4
-"""Number of groups that check this often; see `_pause_seconds`."""
 
 
 class RollCall:
-    """Checks every few seconds which other groups are lost, in a thread of its own.
+    """Checks every few seconds which other groups are lost, on a thread of its own.
+
+    `training/links.py` creates it on rank 0 of each group. The training thread calls `commit` and `close`.
+    A check that fails is logged and repeated.
 
     Args:
         find_ages: reads the lighthouse's status page. Returns, by slot, the seconds since each
@@ -45,28 +51,27 @@ class RollCall:
         self._find_left = find_left
         self._pause = _pause_seconds(config.replica_id)
         self._closed = threading.Event()
-        # For the step and the roll: the training thread commits while the checking thread checks.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the roll and the step, which both threads use
         self._roll = Roll(config.replica_id, config.heartbeat_timeout_ms / 1000)
         self._step = 0
-        # Used by the checking thread only.
+        # The checking thread alone uses the fields below.
         self._last_check = time.monotonic()
-        self._could_hear = True
-        self._has_failed = False
+        self._could_hear = True  # at the last check, this process heard of the other groups
+        self._has_failed = False  # the last check failed
         threading.Thread(target=self._run, name="titan_ft_roll_call", daemon=True).start()
 
     def commit(self, step: int, slots: Collection[int], num_steps: int = 1) -> None:
-        """Note the groups that took part in update `step`; called by the training thread.
+        """Note the groups that took part in update `step`.
 
         Args:
-            num_steps: local steps for which the update stands.
+            num_steps: number of local steps in the update.
         """
         with self._lock:
             self._step = step
             self._roll.commit(step, slots, time.monotonic(), num_steps)
 
     def close(self) -> None:
-        """Report nothing from now on: at the end of training all groups fall silent."""
+        """Stop reporting, because all groups fall silent at the end of training."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -76,7 +81,7 @@ class RollCall:
             except Exception:
                 # The thread must survive: without it no lost group would be reported any more.
                 self._could_hear = False
-                # One traceback for failures in a row: else the log gets one every few seconds.
+                # Log one traceback for several failures in a row, not one every few seconds.
                 if not self._has_failed:
                     logger.exception("cannot check which groups are lost; the check is repeated")
                 self._has_failed = True
@@ -96,7 +101,7 @@ class RollCall:
             return
         ages, started = heartbeats
         with self._lock:
-            # A process that was frozen, or had no answer from the lighthouse, heard no group.
+            # A process that was frozen, or had no answer from the lighthouse, heard of no group.
             # Without new clocks it would report every other group as lost.
             if not self._could_hear:
                 self._roll.restart_clocks(now)
@@ -128,9 +133,9 @@ class RollCall:
 def _pause_seconds(slot: int) -> float:
     """Return the pause of a group between two checks.
 
-    The status page has a line for each group, so the traffic would grow with the square of their
-    number. So only slots 0 to 3 check often. Slots 4 to 7 pause twice as long, slots 8 to 15 three
-    times as long, and so on.
+    The status page has a line for each group. If all groups checked equally often, the traffic
+    would grow with the square of their number. So only slots 0 to 3 check often. Slots 4 to 7 pause
+    twice as long, slots 8 to 15 three times as long, and so on.
     """
     factor = 1 + (slot // _NUM_FREQUENT).bit_length()
     return _MIN_PAUSE_SECONDS * factor

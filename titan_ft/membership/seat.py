@@ -277,7 +277,7 @@ class Seat:
             raise LighthouseError(answer)
         quorum_id, max_step, names, seconds, moved = answer
         self._names = self._names if names is None else names
-        return Reply(quorum_id, self._names, max_step, moved, seconds, announced.at)
+        return Reply(quorum_id, self._names, max_step, moved, seconds, announced.received_at)
 
     def _ask_for_all(self, step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool]) -> str:
         """Ask on rank 0; returns a text: the fields of a `Reply` (names: None = those of before), or an error."""

@@ -7,7 +7,7 @@
 
 Every rank of every group knows the same rows, and every rank of a group the same position, so each comes to the same
 decision by itself. Nothing here reads a clock, a folder or the network: what only one rank can know is agreed on in its
-group before it gets here (see `Group.clock`).
+group before it gets here (see `GroupCollectives.clock`).
 
 See docs/exchange.md.
 """

@@ -22,7 +22,7 @@ from titan_ft.engine.watchdog import end_process
 from titan_ft.gradients.exchange import GradientExchange
 from titan_ft.host.titan import DEGREES, LOSSES_GO_BACKWARD, TORCH_DTYPE_MAP, ParallelDims
 from titan_ft.membership.control_tree import ControlTree
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.process_group import build_process_group
 from titan_ft.membership.pulse import SILENT_BEATS
@@ -69,7 +69,7 @@ class Links:
         events: EventLog,
         model_parts: Sequence[nn.Module],
         parallel_dims: ParallelDims,
-        group: Group,
+        group: GroupCollectives,
         drain: Drain,
         control: ControlTree,
         *,
@@ -259,7 +259,7 @@ def _calls_of_hooks(model_parts: Sequence[nn.Module], num_microbatches: int) -> 
     return 1 if num_microbatches and isinstance(model_parts[0], FSDPModule) else num_microbatches
 
 
-def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: Group) -> str:
+def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: GroupCollectives) -> str:
     """Return the shape of this group, the same on all of its ranks. A collective of the group."""
     installed = versions()
     # Every rank's part: stages of a pipeline have other parameters, and the last ranks of a shard fewer.

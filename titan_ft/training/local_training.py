@@ -28,7 +28,7 @@ from titan_ft.host.titan import (
     forward_backward,
     make_up_batches,
 )
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol.report import NOTHING, Contribution
 from titan_ft.training import spec
 from titan_ft.transfer.snapshot import TrainState
@@ -54,7 +54,7 @@ class LocalTraining:
         trainer: HostTrainer,
         *,
         feed: Feed,
-        group: Group,
+        group: GroupCollectives,
         watchdog: Watchdog,
     ) -> None:
         self._trainer = trainer

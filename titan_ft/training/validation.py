@@ -23,7 +23,7 @@ from titan_ft.host.titan import (
     use_validation_loader,
     validation_batch_size,
 )
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.training.local_training import knows_loss
 
 TO_THE_END = -1
@@ -163,7 +163,7 @@ def _name_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def validate_together(trainer: HostTrainer, group: Group, watchdog: Watchdog) -> None:
+def validate_together(trainer: HostTrainer, group: GroupCollectives, watchdog: Watchdog) -> None:
     """Let all ranks of the group validate equally many batches."""
     config = trainer.job_config.validation
     size = validation_batch_size(trainer.job_config)
@@ -203,7 +203,7 @@ def validate_updates(trainer: HostTrainer, strategy: StepStrategy) -> None:
     trainer.validator.validate, trainer.validator.should_validate = validate_and_shard, is_due
 
 
-def share_loss(trainer: HostTrainer, group: Group) -> None:
+def share_loss(trainer: HostTrainer, group: GroupCollectives) -> None:
     """Log a validation's loss on all ranks; torchtitan logs -1 / tokens where a pipeline's last stage is not."""
     if type(trainer.validator).validate is not Validator.validate:
         return  # a user's own, of which nobody knows which ranks log

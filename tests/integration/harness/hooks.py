@@ -88,7 +88,7 @@ from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
 from titan_ft.host.release import series
 from titan_ft.host.titan import batches_per_call
-from titan_ft.membership import control_sockets
+from titan_ft.membership import control_connection, control_sockets
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.rendezvous import Rendezvous
@@ -272,7 +272,7 @@ class FrameCount:
 if "fan_out" in SETTINGS:
     wrap(ControlTree, "__init__", set_fan_out)
 if "reset_every" in SETTINGS:
-    wrap(control_sockets._Connection, "write_frame", FrameCount().reset)
+    wrap(control_connection.ControlConnection, "write_frame", FrameCount().reset)
 
 
 def after(owner: Any, name: str, action: Callable[..., None]) -> None:
@@ -420,7 +420,7 @@ def install_faults() -> None:
     after(Operations, "gather", sum_up)
     after(Flight, "_sum", sum_up)
     before(Rendezvous, "configure", lambda *_: WORKER.at("configure"))
-    after(Rendezvous, "_exchange_addresses", lambda *_: WORKER.at("rendezvous"))
+    after(Rendezvous, "_exchange_texts", lambda *_: WORKER.at("rendezvous"))
     before(Membership, "vote", lambda *_: WORKER.at("vote_before"))
     after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
     before(StepStrategy, "apply", lambda _, update: WORKER.at("replay" if update.sums.is_kept else "commit"))

@@ -19,7 +19,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.engine import heal
 from titan_ft.engine.catch_up import CatchUp, Fetched
 from titan_ft.engine.heal import Heal
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol.decision import ALONE_SECONDS
 from titan_ft.protocol.errors import JobLostError, Leaving
 from titan_ft.protocol.healing import NO_OFFER, Healing, Offer, Phase
@@ -322,7 +322,7 @@ class World:
         others, self.others_see = self.others_see, []
         return [value, *others]
 
-    union = Group.union
+    union = GroupCollectives.union
 
     def clock(self) -> float:
         return self.seconds

@@ -206,7 +206,7 @@ def make_tree(rank: int, num_ranks: int, store: Any, **options: Any) -> ControlT
         rank,
         num_ranks,
         store=store,
-        **{"host": HOST, "token": TOKEN, "key": "group/0", "name": f"node-{rank}", **options},
+        **{"host": HOST, "token": TOKEN, "key": "group/0", "host_name": f"node-{rank}", **options},
     )
 
 

@@ -37,7 +37,7 @@ def main(folder: str, *numbers: str, where: str) -> None:
         token="token",
         store=store,
         key="group/0",
-        name=f"node-{rank}",
+        host_name=f"node-{rank}",
         fan_out=fan_out,
     )
     if os.fork() == 0:

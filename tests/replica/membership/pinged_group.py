@@ -47,7 +47,7 @@ def run_rank(folder: Path, rank: int, num_ranks: int, fan_out: int, patience: fl
         token="token",
         store=store,
         key="group/0",
-        name=f"node-{rank}",
+        host_name=f"node-{rank}",
         patience=patience,
         fan_out=fan_out,
     )

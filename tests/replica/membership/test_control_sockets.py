@@ -534,10 +534,10 @@ def test_the_kernel_finds_a_host_that_vanished(group: ControlGroup) -> None:
 VANISHING = """
 import subprocess
 from tests.replica.membership.control_group import DEADLINE, ControlGroup
-from titan_ft.membership import control_sockets
+from titan_ft.membership import control_connection
 from titan_ft.protocol.errors import RankLostError
 
-control_sockets._TCP_OPTIONS |= {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_USER_TIMEOUT": 1000}
+control_connection.TCP_OPTIONS |= {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_USER_TIMEOUT": 1000}
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 with ControlGroup(2) as group:
     group.check_agreements(1)

@@ -77,7 +77,7 @@ def test_rank_0_announces_and_waits_for_nobody() -> None:
             announced = [group.submit(tree.rank0_announces, pytest.fail) for tree in group.trees[1:]]
             results = [each.result(DEADLINE) for each in announced]
             assert [result.text for result in results] == [text] * 6
-            assert max(result.at for result in results) < came
+            assert max(result.received_at for result in results) < came
         group.check_agreements(2)
         announced = [group.submit(tree.rank0_announces, lambda: "last") for tree in group.trees]
         assert [each.result(DEADLINE).text for each in announced] == ["last"] * 7
@@ -96,7 +96,7 @@ def test_a_decision_that_has_come_counts_although_a_rank_is_lost() -> None:
     with ControlGroup(2) as group:
         tree = group.trees[1]
         waits = group.agree(0)
-        wait_until(lambda: tree.number == 1, "rank 1 waits")
+        wait_until(lambda: tree.num_agreements == 1, "rank 1 waits")
         with tree._changed:
             tree._take(Answer(1, "decided"))
             tree._take(Lose(0, "its process has ended", "node-0"))

@@ -411,7 +411,7 @@ def test_one_rank_of_a_group_names_a_stranger(seats: Any, stranger: Stranger) ->
 
 def test_a_member_that_dies_before_the_process_group_stands(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member of the quorum that never comes makes this quorum's exchange fail soon; the next one is without it."""
-    monkeypatch.setattr(rendezvous, "_LEAST_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "_BASE_SECONDS", 0.2)
     stranger = Stranger(seats.lighthouse, Member(1, time.time(), "ghost", "c0ffee", token=TOKEN).replica_id)
     try:
         member = seats.take(0)
@@ -773,7 +773,7 @@ def test_a_store_that_went_with_its_group_is_not_tried_again(seats: Any, monkeyp
 
     monkeypatch.setattr("titan_ft.membership.rendezvous.TCPStore", connect)
     with pytest.raises(ConnectionRefusedError):
-        member._rendezvous._exchange_addresses(gone, "prefix", 0, 2, 0, 2.0)
+        member._rendezvous._exchange_texts(gone, 0, 2, 0, 2.0)
 
 
 def test_with_nccl_a_silent_member_is_waited_for_half_as_long(seats: Any) -> None:
@@ -890,9 +890,9 @@ def test_a_vote_under_way_when_the_group_falls_silent(seats: Any, wait_until: Ca
     ranks = seats.take_group(0)
     seats.meet(*ranks)
     control = ranks[0]._control
-    number = control.number
+    number = control.num_agreements
     vote = seats.submit(ranks[0].vote, 0, True)
-    wait_until(lambda: control.number > number, "the vote is under way")
+    wait_until(lambda: control.num_agreements > number, "the vote is under way")
     ranks[0].fall_silent()
     with pytest.raises(TimeoutError):
         vote.result(0.1)

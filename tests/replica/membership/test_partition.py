@@ -251,7 +251,7 @@ def test_a_link_that_one_rank_has_lost_is_known_to_its_group_after_the_vote(seat
     """All ranks look at their links after that vote, and not after the next one that fails."""
     ranks = seats.take_group(0)
     seats.meet(*ranks)
-    ranks[1]._partition._lost = ranks[1]._rendezvous.prefix, []  # broke the exchange off because of a link
+    ranks[1]._partition._dead_links = partition._DeadLinks(ranks[1]._rendezvous.prefix, [])
     seats.together(lambda: ranks[0].vote(0, True), lambda: ranks[1].vote(0, False))
     assert [rank._partition.must_report(1) for rank in ranks] == [True, True]
 
@@ -261,7 +261,7 @@ def test_a_rank_that_looks_late_does_not_hear_of_the_next_vote(seats: Any) -> No
     ranks = seats.take_group(0)
     seats.meet(*ranks)
     seats.together(lambda: ranks[0].vote(0, True), lambda: ranks[1].vote(0, False))
-    ranks[1]._partition._lost = ranks[1]._rendezvous.prefix, []
+    ranks[1]._partition._dead_links = partition._DeadLinks(ranks[1]._rendezvous.prefix, [])
     ranks[1]._partition.before_vote(ok=False)
     ranks[1]._control.settle("said", "it")  # what was said before is known as well
     assert not ranks[0]._partition.must_report(1)
@@ -277,7 +277,7 @@ def test_a_link_that_flickers(network: Network, start: Callable[..., Group], mon
     looks = []
     for times in (2, 3):
         groups[2].wait_for_event("outside", times - 1)
-        looks.append(groups[2].ranks[0]._partition._good_looks)
+        looks.append(groups[2].ranks[0]._partition._required_good_probes)
         network.mend()
         groups[2].wait_for_event("link_back", times - 1)
         network.cut(0, 2)
@@ -347,8 +347,8 @@ def test_the_lighthouse_goes_while_a_group_is_outside(
 def wait_for_a_look(group: Group) -> None:
     """Wait until a group that is outside has agreed once more on what it reaches."""
     seat, deadline = group.ranks[0], time.monotonic() + DEADLINE
-    looks = seat._control.number
-    while seat._control.number == looks:
+    looks = seat._control.num_agreements
+    while seat._control.num_agreements == looks:
         assert time.monotonic() < deadline, "it looks no more"
         time.sleep(0.005)
 

@@ -27,7 +27,7 @@ import torch
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]  # it is one of its exports
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from titan_ft.membership.process_group import BreakableGloo, _Operation
+from titan_ft.membership.process_group import BreakableGloo, _Link, _Operation
 from titan_ft.system.process import borrowed_socket, own_sockets
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
@@ -450,7 +450,7 @@ def test_an_operation_of_an_aborted_process_group_is_waited_for_no_longer() -> N
         aborted, descriptor = threading.Event(), connection.fileno()
         aborted.set()
         with pytest.raises(RuntimeError, match="broken off"):
-            _Operation(Work(), aborted, [(descriptor, os.fstat(descriptor).st_ino)]).wait()
+            _Operation(Work(), aborted, [_Link(descriptor, os.fstat(descriptor).st_ino)]).wait()
 
 
 def test_what_a_member_sent_before_it_closed_its_connections_still_comes() -> None:
@@ -461,8 +461,8 @@ def test_what_a_member_sent_before_it_closed_its_connections_still_comes() -> No
         listener.accept()[0] as own,
     ):
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = own.fileno(), os.fstat(own.fileno()).st_ino
-        closed = link[0], link[1] + 1  # the descriptor is another file's by now
+        link = _Link(own.fileno(), os.fstat(own.fileno()).st_ino)
+        closed = _Link(link.descriptor, link.inode + 1)  # the descriptor is another file's by now
         assert _Operation(Work(50, peer), threading.Event(), [link]).wait(), "it is open"
         assert _Operation(Work(50, peer, 50), threading.Event(), [link, closed]).wait()
         work = Work(50, peer, 10)

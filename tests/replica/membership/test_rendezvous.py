@@ -69,7 +69,7 @@ def test_what_a_stranger_writes_is_no_address(trees: Trees) -> None:
     wrong = end.configure("first", 1, pair, pair[0], 0)
     assert wrong is not None
     assert "no valid seal" in wrong
-    assert (end.step, end.peers) == (0, {})
+    assert (end.max_step, end.addresses) == (0, {})
 
 
 def test_a_store_keeps_the_keys_of_the_last_meeting_only(trees: Trees) -> None:

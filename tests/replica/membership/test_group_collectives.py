@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan_ft.membership.group import Group
+from titan_ft.membership.group_collectives import GroupCollectives
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_a_union_has_the_numbers_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, own: list[int], siblings: list[list[int]]
 ) -> None:
     """However many there are: an integer carries some at a time."""
-    group, calls = Group(torch.device("cpu"), None), list[int]()
+    group, calls = GroupCollectives(torch.device("cpu"), None), list[int]()
     others: Any = [iter(_told(sibling, [own, *siblings])) for sibling in siblings]
 
     def gather(value: int) -> list[int]:
