@@ -72,7 +72,7 @@ def test_help_is_one_line_and_defaults_keep_their_rules() -> None:
 def test_what_lasts_is_undone() -> None:
     """A fault has seconds exactly if its end is that it was undone."""
     for name, fault in FAULTS.items():
-        assert (make_fault(name, {}).seconds_it_lasts > 0) == (fault.ends == "undone")
+        assert (make_fault(name, {}).duration_seconds > 0) == (fault.ends == "undone")
 
 
 @pytest.mark.parametrize(

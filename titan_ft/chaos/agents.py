@@ -18,7 +18,7 @@ from titan_ft.chaos.outcomes import Outcomes
 from titan_ft.chaos.processes import Unreachable
 from titan_ft.chaos.schedule import Injection, Shot
 from titan_ft.faults.fault import Fault, Need
-from titan_ft.faults.inside import LinkDead
+from titan_ft.faults.inside import CutLink
 from titan_ft.run.events import FaultInjected, FaultSkipped, FaultUndone, Target
 
 WAIT_SECONDS = 135.0
@@ -153,7 +153,7 @@ class Agents:
 def _fault_at(aimed: Injection, target: Target) -> Fault:
     """Return the fault for one target: each end of a link gets the number of the other."""
     fault = aimed.shot.fault
-    if not isinstance(fault, LinkDead):
+    if not isinstance(fault, CutLink):
         return fault
     (peer,) = (other.replica for other in aimed.targets if other != target)
     return msgspec.structs.replace(fault, peer=peer)

@@ -61,4 +61,4 @@ class Effect:
             return True
         if self.over_from is not None:
             return time > self.over_from
-        return self._begun is not None and time > self._begun + self.fault.seconds_it_lasts + GIVE_UP_SECONDS
+        return self._begun is not None and time > self._begun + self.fault.duration_seconds + GIVE_UP_SECONDS

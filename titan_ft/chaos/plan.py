@@ -18,23 +18,33 @@ from msgspec import Meta, Struct
 from titan_ft.config import ConfigError
 from titan_ft.faults.catalogue import find_fault, make_fault
 from titan_ft.faults.fault import Fault
-from titan_ft.faults.schema import Count, Number, Place, PositiveNumber, Whole, check_keys, convert
+from titan_ft.faults.schema import (
+    NonNegativeInt,
+    NonNegativeNumber,
+    PositiveInt,
+    PositiveNumber,
+    TargetIndex,
+    check_keys,
+    convert,
+)
 
 
 class Limits(Struct, frozen=True):
     """What no shot may exceed. Whatever they say, one group that contributes is left untouched."""
 
-    max_down: Annotated[Count, Meta(description="1 hits one group at a time")] = 1
+    max_down: Annotated[PositiveInt, Meta(description="1 hits one group at a time")] = 1
     """Groups that may be down or under a fault at once, with those that are down by themselves."""
-    exempt: Annotated[tuple[Whole, ...], Meta(title="a list of whole numbers >= 0", description="for example [0]")] = ()
+    exempt: Annotated[
+        tuple[NonNegativeInt, ...], Meta(title="a list of whole numbers >= 0", description="for example [0]")
+    ] = ()
     """Groups that are never targets."""
-    patience_seconds: Annotated[Number, Meta(description="0 postpones nothing")] = 30.0
+    patience_seconds: Annotated[NonNegativeNumber, Meta(description="0 postpones nothing")] = 30.0
     """Seconds that a shot may be postponed until it is allowed; then it is skipped. 0 skips it at once."""
 
     def refusal(self, fault: Fault, replica: int | None) -> str | None:
         """Return the reason why this fault can never be injected within these limits, or None."""
-        if fault.num_hit > self.max_down:
-            return f"it hits {fault.num_hit} groups at once, limits.max_down is {self.max_down}"
+        if fault.num_affected > self.max_down:
+            return f"it hits {fault.num_affected} groups at once, limits.max_down is {self.max_down}"
         if fault.extra_down and self.exempt:
             return "the job itself chooses the donor, which could be a group in limits.exempt"
         exempt = next((group for group in fault.groups_given(replica) if group in self.exempt), None)
@@ -44,13 +54,13 @@ class Limits(Struct, frozen=True):
 class ListedFault(Struct, frozen=True):
     """A fault that a plan lists, at a given time."""
 
-    at: Annotated[Number, Meta(description="give the seconds since the schedule's start")]
+    at: Annotated[NonNegativeNumber, Meta(description="give the seconds since the schedule's start")]
     fault: Annotated[Any, Meta(description="titan-ft chaos --list has them")]
     """Its name; the `Fault` itself once this is made."""
     params: Annotated[dict[str, Any], Meta(title="a table", description="write its keys below it")] = {}
     """The parameters in the table; empty once this is made, because the fault has them."""
-    replica: Place = None
-    rank: Place = None
+    replica: TargetIndex = None
+    rank: TargetIndex = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.fault, Fault):
@@ -71,8 +81,8 @@ class Rule(Struct, frozen=True, kw_only=True, tag_field="when", tag=str.lower):
     """Faults to choose from."""
     params: Annotated[dict[str, Any], Meta(title="a table", description="write its keys below it")] = {}
     """The parameters of each of these faults; each `Fault` by its name once the rule is made."""
-    replica: Place = None
-    rank: Place = None
+    replica: TargetIndex = None
+    rank: TargetIndex = None
 
     def __post_init__(self) -> None:
         names = [find_fault(name, "faults").name for name in self.faults]
@@ -135,7 +145,7 @@ class Poisson(Rule, frozen=True):
     mtbf_seconds: Annotated[PositiveNumber, Meta(description=_MTBF)] | None = None
     """Of the job; what follows from the other two once the rule is made."""
     mtbf_hours_per_gpu: Annotated[PositiveNumber, Meta(description="of one GPU, with gpus")] | None = None
-    gpus: Annotated[Count, Meta(description="give the number of GPUs of the job")] | None = None
+    gpus: Annotated[PositiveInt, Meta(description="give the number of GPUs of the job")] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,7 +170,7 @@ class Poisson(Rule, frozen=True):
 class Uniform(Rule, frozen=True):
     """At random, with gaps uniformly distributed between two lengths."""
 
-    min_seconds: Annotated[Number, Meta(description="give the shortest gap")]
+    min_seconds: Annotated[NonNegativeNumber, Meta(description="give the shortest gap")]
     max_seconds: Annotated[PositiveNumber, Meta(description="give the longest gap")]
 
     def __post_init__(self) -> None:

@@ -14,16 +14,16 @@ from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisso
 from titan_ft.config import ConfigError, closest, load_toml
 from titan_ft.data.assets import find_config
 from titan_ft.faults.catalogue import find_fault
-from titan_ft.faults.schema import Number, Whole, convert
+from titan_ft.faults.schema import NonNegativeInt, NonNegativeNumber, convert
 
 
 class _File(Struct):
     """The whole TOML."""
 
     rule: Annotated[list[Any], Meta(min_length=1, title="an array of tables", description="write [[rule]] above each")]
-    seed: Annotated[Whole, Meta(description="leave it out to have one drawn")] | None = None
-    start_seconds: Annotated[Number, Meta(description="0 starts at once")] = 0.0
-    stop_after_seconds: Annotated[Number, Meta(description="0 never stops")] = 0.0
+    seed: Annotated[NonNegativeInt, Meta(description="leave it out to have one drawn")] | None = None
+    start_seconds: Annotated[NonNegativeNumber, Meta(description="0 starts at once")] = 0.0
+    stop_after_seconds: Annotated[NonNegativeNumber, Meta(description="0 never stops")] = 0.0
     limits: Any = {}
 
 

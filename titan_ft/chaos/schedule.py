@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from titan_ft.chaos.plan import Limits, Listed, Plan, Rule
 from titan_ft.faults.fault import Fault, Need
-from titan_ft.faults.inside import LinkDead
+from titan_ft.faults.inside import CutLink
 from titan_ft.run.events import Target
 
 
@@ -149,7 +149,7 @@ def _too_early(shot: Shot, view: View, limits: Limits) -> Iterator[str]:
     num_down = len(view.groups) - num_up
     if num_up < fault.required_up:
         yield f"it needs {fault.required_up} groups that are up, {num_up} of {len(view.groups)} are"
-    num_under = num_down + fault.num_hit
+    num_under = num_down + fault.num_affected
     if fault.num_targets and num_under > limits.max_down:
         yield f"{num_under} groups would be down or under a fault, limits.max_down is {limits.max_down}"
     for replica in fault.groups_given(shot.replica):
@@ -162,7 +162,7 @@ def _too_early(shot: Shot, view: View, limits: Limits) -> Iterator[str]:
 def _choose(shot: Shot, view: View, limits: Limits) -> list[GroupView]:
     """Return the groups to hit; fewer than the fault has targets when there are not enough that may be."""
     groups = _candidates(shot, view, limits)
-    if not isinstance(shot.fault, LinkDead):
+    if not isinstance(shot.fault, CutLink):
         return groups[: shot.fault.num_targets]
     peer = shot.fault.peer
     ends = [group for group in groups if group.replica != peer][:1]

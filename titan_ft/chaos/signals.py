@@ -134,8 +134,8 @@ class Signals:
         """
         effect = self._job.affect(fault, shot.number, target)
         self._outcomes.injecting(fault.name, target, shot, params)
-        lasting = _Lasting(self._clock() + fault.seconds_it_lasts, fault, shot, reach, effect)
-        if fault.seconds_it_lasts:
+        lasting = _Lasting(self._clock() + fault.duration_seconds, fault, shot, reach, effect)
+        if fault.duration_seconds:
             self._lasting.append(lasting)  # before the signal: an interrupt may come right after it
         try:
             fault.start(reach.send)

@@ -1,7 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The faults that chaos injects: one class each, read by everything that injects, shows or judges them.
+"""The faults that chaos injects. Each fault is one class.
 
-`fault` has their base, `outside` the signals, `inside` the faults within a worker, `catalogue` finds them by name.
-The package loads no torch, and a run that nobody breaks does not load the package.
+Everything that injects, shows or judges faults reads these classes:
+
+- `fault` defines their base class.
+- `outside` has the faults that are signals to processes.
+- `inside` has the faults within a worker.
+- `catalogue` finds a fault by its name.
+
+The package loads no torch, and a run without chaos does not load the package. See docs/chaos.md.
 """

@@ -15,69 +15,96 @@ from titan_ft.faults.fault import Category, Fault, Outcome
 from titan_ft.faults.schema import convert
 
 
-def _named(kind: type[Fault]) -> Iterator[type[Fault]]:
-    for below in kind.__subclasses__():
-        if "name" in vars(below):
-            yield below
-        yield from _named(below)
+def _find_named(kind: type[Fault]) -> Iterator[type[Fault]]:
+    """Yield the subclasses, direct or not, that have a name of their own."""
+    for subclass in kind.__subclasses__():
+        if "name" in vars(subclass):
+            yield subclass
+        yield from _find_named(subclass)
 
 
-FAULTS: Mapping[str, type[Fault]] = {
-    kind.name: kind for base in (outside.Signal, inside.InWorker) for kind in _named(base)
-}
+def _collect() -> dict[str, type[Fault]]:
+    faults: dict[str, type[Fault]] = {}
+    for base in (outside.Signal, inside.InWorker):
+        for kind in _find_named(base):
+            faults[kind.name] = kind
+    return faults
+
+
+FAULTS: Mapping[str, type[Fault]] = _collect()
+"""All faults by name, in the order of their definition."""
 
 
 def find_fault(name: object, field_name: str = "fault") -> type[Fault]:
-    """Return the fault of that name.
+    """Return the fault with a name.
+
+    Args:
+        field_name: names the setting in the error.
 
     Raises:
-        ConfigError: there is none; names the closest one and all.
+        ConfigError: no fault has this name. The text names the closest one, and all faults.
     """
     if isinstance(name, str) and name in FAULTS:
         return FAULTS[name]
-    raise ConfigError(
-        f"{field_name} must name a fault, got {name!r}; {closest(name, FAULTS)}faults: {', '.join(FAULTS)}"
-    )
+    hint = f"{closest(name, FAULTS)}faults: {', '.join(FAULTS)}"
+    raise ConfigError(f"{field_name} must name a fault, got {name!r}; {hint}")
 
 
-def make_fault(name: object, params: Any, field_name: str = "fault", params_name: str = "params") -> Fault:
-    """Return the fault of that name with these parameters over its defaults.
+def make_fault(
+    name: object,
+    params: Any,
+    field_name: str = "fault",
+    params_name: str = "params",
+) -> Fault:
+    """Return a fault with parameters. Parameters that are not given have their defaults.
+
+    Args:
+        field_name, params_name: name the two settings in errors.
 
     Raises:
-        ConfigError: no such fault; or `params` is no table, has an unknown key, or a value out of its range.
+        ConfigError: no fault has this name; or `params` is no table, has an unknown key, or has a
+            value out of its range.
     """
     kind = find_fault(name, field_name)
     return convert(kind, params, params_name, f" of {kind.name}")
 
 
 def read_outcome(name: str) -> Outcome:
-    """Return the outcome to expect after a fault with this name in a history; "" for an unknown name."""
+    """Return the outcome to expect of a fault that a history names; "" for an unknown name."""
     kind = _of_history(name)
     return "" if kind is None else kind.outcome
 
 
 def read_category(name: str) -> Category | None:
-    """Return the category of a fault with this name in a history; None for an unknown name."""
+    """Return the category of a fault that a history names; None for an unknown name."""
     kind = _of_history(name)
     return None if kind is None else kind.category
 
 
 def describe() -> str:
-    """Return the list of faults, one a line, with descriptions and parameters."""
+    """Return all faults as text: one a line, with its description and its parameters."""
     width = max(len(name) for name in FAULTS)
     lines = []
     for name, kind in FAULTS.items():
+        line = f"{name:{width}}  {kind.summary()}"
         params = ", ".join(f"{param}={default}" for param, default in list_params(kind))
-        lines.append(f"{name:{width}}  {kind.summary()}{f' ({params})' if params else ''}")
+        if params:
+            line += f" ({params})"
+        lines.append(line)
     return "\n".join(lines)
 
 
 def list_params(kind: type[Fault]) -> list[tuple[str, str]]:
-    """Return the parameters of a fault with their defaults; "random" where the seed draws one."""
-    fields = msgspec.structs.fields(kind)
-    return [(field.name, "random" if field.default is None else f"{field.default:g}") for field in fields]
+    """Return the parameters of a fault with their defaults; "random" if the seed draws the value."""
+    params = []
+    for field in msgspec.structs.fields(kind):
+        default = "random" if field.default is None else f"{field.default:g}"
+        params.append((field.name, default))
+    return params
 
 
 def _of_history(name: str) -> type[Fault] | None:
-    # Scripts and tests kill groups by themselves, and give names such as "sigkill_group" to it.
-    return outside.KillGroup if name.startswith("sigkill") else FAULTS.get(name)
+    # Scripts and tests that kill a group themselves write names such as "sigkill_group".
+    if name.startswith("sigkill"):
+        return outside.KillGroup
+    return FAULTS.get(name)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The base of all faults: name, parameters, targets, needs, start, stop, and the outcome to expect."""
+"""The base class of all faults: name, parameters, targets, needs, and the outcome to expect."""
 
 from __future__ import annotations
 
@@ -13,20 +13,31 @@ from msgspec import Struct
 from titan_ft.config import ConfigError
 
 Scope = Literal["rank", "group", "groups", "link", "lighthouse", "donor"]
-"""The targets: one rank, one group, several groups, the link between two groups, the lighthouse, or the group that is
-the donor of the next heal. For a donor, the group in the plan is killed to provoke that heal."""
+"""The target: one rank, one group, several groups, the link between two groups, the lighthouse, or
+the donor of the next heal. For a donor, the group that the plan names is killed to provoke the heal.
+"""
 
 Outcome = Literal["", "killed", "left", "frozen", "hung", "relaunched"]
-"""The event to expect of the target. "killed": its processes end at once. "left": it finishes its step and leaves.
-"frozen": its processes stand still until the fault is undone. "hung": the training thread stands
-still until the watchdog ends the process. "relaunched": the launcher starts another lighthouse. "":
-the target lives on."""
+"""The outcome to expect:
+
+- "": the target lives on.
+- "killed": the processes of the target end at once.
+- "left": the target finishes its step and leaves.
+- "frozen": the processes of the target stand still until the fault is undone.
+- "hung": the training thread stands still until the watchdog ends the process.
+- "relaunched": the launcher starts another lighthouse.
+"""
 
 Ending = Literal["restart", "settle", "undone", "healed", "excluded", "at once"]
-"""The event that ends a fault; a new start of the group ends every fault. "restart": nothing else does. "settle": some
-seconds without a new start. "undone": the fault was undone. "healed": a heal, or a digest equal to
-another group's. "excluded": the gradient was left out. "at once": the fault is over when it has
-happened."""
+"""The event that ends the fault. A new start of the group ends every fault. The others are:
+
+- "restart": no other event.
+- "settle": some seconds without a new start.
+- "undone": the fault was undone.
+- "healed": the group healed, or showed a digest equal to another group's.
+- "excluded": the group's gradient was left out of an update.
+- "at once": the fault ends when it happens.
+"""
 
 Category = Literal[
     "process killed",
@@ -36,11 +47,16 @@ Category = Literal[
     "wrong numbers",
     "lighthouse killed",
 ]
-"""The mark of a fault in the figures of a report."""
+"""The kind of a fault in the figures of a report."""
 
 
 class Need(Enum):
-    """A property that a job must have for some faults: its name in the docs, and the reason where a job lacks it."""
+    """A property of a job that some faults need.
+
+    Attributes:
+        label: name in the docs.
+        missing: reason and remedy if a job lacks the property.
+    """
 
     AGENT = "`chaos = true`", "the job has no agents: start it with fault_tolerance.chaos = true"
     CHECKPOINT = (
@@ -64,12 +80,11 @@ class Need(Enum):
 class Fault(Struct, frozen=True):
     """One way to break a job. An instance is a fault with its parameters.
 
-    Durations are in seconds. The seed draws a parameter that is None.
+    Durations are in seconds. If a parameter is None, the seed draws its value.
 
-
-    A subclass with a `name` is in the catalogue. The first line of its docstring is its description
-    in help and docs. `outside.Signal` and `inside.InWorker` define `start`, for the processes or in
-    the worker that the fault hits.
+    A subclass with a `name` is in the catalogue, and the first line of its docstring is its
+    description in help and docs. `outside.Signal` and `inside.InWorker` define `start`: the chaos
+    runner calls the former, the agent thread of the worker that the fault hits the latter.
     """
 
     name: ClassVar[str]
@@ -77,29 +92,30 @@ class Fault(Struct, frozen=True):
     outcome: ClassVar[Outcome] = ""
     category: ClassVar[Category]
     ends: ClassVar[Ending]
-    """The event after which the target is as good as before."""
+    """The event after which the target works as before the fault."""
     takes_down: ClassVar[bool] = True
-    """The target contributes nothing for longer than a step."""
+    """True if the target contributes nothing for longer than a step."""
     extra_down: ClassVar[int] = 0
-    """Number of groups beside the targets that the fault takes down."""
+    """Number of groups other than the targets that the fault takes down."""
     min_up: ClassVar[int] = 2
-    """Fewest groups that must contribute before the fault. With 2, the target is not the only one."""
+    """Number of groups that must contribute before the fault. With 2, another group trains on."""
     needs: ClassVar[frozenset[Need]] = frozenset()
 
     @classmethod
     def summary(cls) -> str:
         """Return the description in one line, without a period."""
-        assert cls.__doc__ is not None, "a fault without a description"
+        assert cls.__doc__ is not None, "every fault has a description"
         return cls.__doc__.splitlines()[0].removesuffix(".")
 
     @property
     def params(self) -> dict[str, float]:
-        """Return the parameters by name, without those that the seed draws."""
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        """Parameters by name, without those that the seed still has to draw."""
+        params = msgspec.structs.asdict(self)
+        return {name: value for name, value in params.items() if value is not None}
 
     @property
-    def seconds_it_lasts(self) -> float:
-        """Return the seconds after which it is undone; 0 if nothing of it is to be undone."""
+    def duration_seconds(self) -> float:
+        """Seconds after which the fault is undone; 0 if there is nothing to undo."""
         return self.params.get("seconds", 0.0)
 
     @property
@@ -107,23 +123,26 @@ class Fault(Struct, frozen=True):
         return {"lighthouse": 0, "link": 2}.get(self.scope, 1)
 
     @property
-    def num_hit(self) -> int:
-        """Return how many groups it affects: the targets and others."""
+    def num_affected(self) -> int:
+        """Number of groups that the fault affects, targets included."""
         return self.num_targets + self.extra_down
 
     @property
     def required_up(self) -> int:
-        """Return how many groups must contribute before it: `min_up`, and one more than it takes down."""
-        return max(self.min_up, self.num_hit + 1 if self.takes_down else 0)
+        """Number of groups that must contribute before the fault."""
+        if not self.takes_down:
+            return self.min_up
+        return max(self.min_up, self.num_affected + 1)  # one group must train on
 
     def groups_given(self, replica: int | None) -> list[int]:
-        """Return the groups that a plan names for this fault, the target `replica` first."""
+        """Return the groups that a plan names for this fault, first the target `replica`."""
         return [] if replica is None else [replica]
 
     def check_target(self, replica: int | None, rank: int | None, at: str) -> None:
-        """Check that the fault can have this target; None leaves the choice to the seed.
+        """Check that the fault can have this target. None leaves the choice to the seed.
 
         Args:
+            replica: slot of the target.
             at: name of the table of the parameters, for errors.
 
         Raises:
@@ -131,6 +150,8 @@ class Fault(Struct, frozen=True):
         """
         for name, value in (("replica", replica), ("rank", rank)):
             if value is not None and self.scope in ("lighthouse", "groups"):
-                raise ConfigError(f"{name} must be left out with {self.name}, got {value}; remove it")
+                rule = f"{name} must be left out with {self.name}"
+                raise ConfigError(f"{rule}, got {value}; remove it")
         if rank is not None and self.scope != "rank":
-            raise ConfigError(f"rank must be left out with {self.name}, got {rank}; it hits a whole group")
+            rule = f"rank must be left out with {self.name}"
+            raise ConfigError(f"{rule}, got {rank}; it hits a whole group")

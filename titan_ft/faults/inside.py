@@ -1,10 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The faults within a worker: each causes the real failure wherever that is possible, and imitates none.
+"""The faults within a worker. Each causes the real failure; none imitates its symptoms.
 
-The worker's chaos agent calls `start` on its own thread. A fault acts there, or leaves a hook that acts on the training
-thread, a donor's or a checkpoint's thread. `Task.begin` is called before anything is broken. A fault that lasts ends
-itself: the runner may not reach a worker whose network is gone. `TargetWorker` does everything that needs torch.
+The worker's chaos agent calls `start` on its own thread. A fault acts there, or installs a hook that
+acts on another thread: the training thread, a donor's connection, a checkpoint. `Task.begin` is
+called right before the fault breaks something, and returns False if the fault must not act. A fault
+with a duration ends itself, because the runner may not reach a worker whose network is gone.
+`TargetWorker` does everything that needs torch.
 """
 
 from __future__ import annotations
@@ -26,27 +28,27 @@ from msgspec import Meta
 
 from titan_ft.config import ConfigError
 from titan_ft.faults.fault import Ending, Fault, Need
-from titan_ft.faults.schema import FINITE, Place, PositiveNumber
+from titan_ft.faults.schema import FINITE, PositiveNumber, TargetIndex
 
 if TYPE_CHECKING:
     from titan_ft.chaos.inside.target_worker import TargetWorker
     from titan_ft.chaos.inside.task import Task
 
-    Send = Callable[[socket.socket, memoryview], None]
+    SendBytes = Callable[[socket.socket, memoryview], None]
 
 _IMPOSSIBLE_BYTES = 1 << 60  # more than any address space
 
 
 class InWorker(Fault, frozen=True):
-    """A fault that a worker inflicts on itself, by order of a runner."""
+    """A fault that a worker inflicts on itself when the chaos runner orders it."""
 
     ends: ClassVar[Ending] = "settle"
     needs = frozenset({Need.AGENT})
     each_rank: ClassVar[bool] = False
-    """Every rank of the target carries it out; else one rank that the order fits."""
+    """True if every rank of the target carries the fault out; False if one matching rank does."""
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        """Carry it out in this worker, now or at the next occasion; agent's thread only."""
+        """Inject the fault in this worker, now or at the next occasion; agent's thread only."""
         raise NotImplementedError
 
 
@@ -76,7 +78,7 @@ class AbortProcessGroup(InWorker, frozen=True):
     takes_down = False
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        # Beside the training thread, as a watchdog of NCCL does it, and the agent does not wait for its end.
+        # On a thread of its own, as NCCL's watchdog does it. The agent does not wait for the end.
         if task.begin():
             worker.run_aside(worker.process_group.abort)
 
@@ -85,7 +87,7 @@ class AbortProcessGroup(InWorker, frozen=True):
 
 
 class _InForward(InWorker, frozen=True):
-    """A fault at the beginning of one rank's next forward pass."""
+    """A fault at the start of one rank's next forward pass."""
 
     scope = "rank"
 
@@ -97,7 +99,7 @@ class _InForward(InWorker, frozen=True):
         worker.at_next_forward(strike)
 
     def strike(self, worker: TargetWorker) -> None:
-        """Break the training thread; training thread only."""
+        """Cause the failure; training thread only."""
         raise NotImplementedError
 
 
@@ -109,10 +111,10 @@ class Deadlock(_InForward, frozen=True):
     category = "stopped or slow"
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        if worker.hang_timeout_seconds:
-            super().start(task, worker)
-        else:
+        if not worker.hang_timeout_seconds:
             task.skip("fault_tolerance.hang_timeout_seconds is 0: nobody would end this worker")
+            return
+        super().start(task, worker)
 
     def strike(self, worker: TargetWorker) -> None:
         lock = threading.Lock()
@@ -160,24 +162,28 @@ class SlowRank(InWorker, frozen=True):
     def _install(self, task: Task, worker: TargetWorker) -> None:
         if not task.begin(step=worker.step):
             return
-        started = time.monotonic()
-        until = started + self.seconds
+        forward_started = time.monotonic()
+        fault_ends = forward_started + self.seconds
 
-        def before(*_: Any) -> None:
-            nonlocal started
+        def before_forward(*_: Any) -> None:
+            nonlocal forward_started
             worker.synchronize()
-            started = time.monotonic()
+            forward_started = time.monotonic()
 
-        def after(*_: Any) -> None:
+        def after_forward(*_: Any) -> None:
             worker.synchronize()
-            time.sleep((self.factor - 1) * (time.monotonic() - started))
-            if time.monotonic() >= until:
+            forward_seconds = time.monotonic() - forward_started
+            time.sleep((self.factor - 1) * forward_seconds)
+            if time.monotonic() >= fault_ends:
                 for handle in handles:
                     handle.remove()
                 task.undone()
 
         model = worker.model_parts[0]
-        handles = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+        handles = [
+            model.register_forward_pre_hook(before_forward),
+            model.register_forward_hook(after_forward),
+        ]
 
 
 class NanGradient(InWorker, frozen=True):
@@ -190,17 +196,19 @@ class NanGradient(InWorker, frozen=True):
     takes_down = False
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        def spoil(gradient: Any) -> Any:
-            return gradient * math.nan if task.begin(step=worker.step) else None
+        def make_nan(gradient: Any) -> Any:
+            if not task.begin(step=worker.step):
+                return None  # autograd keeps the gradient
+            return gradient * math.nan
 
-        worker.at_next_gradient(spoil)
+        worker.at_next_gradient(make_nan)
 
 
 class _Flip(InWorker, frozen=True):
     scope = "rank"
     category = "wrong numbers"
     ends = "healed"
-    min_up = 3  # with two groups that differ, no digest shows which of them is right
+    min_up = 3  # if two groups differ, no majority shows which of them is right
 
 
 class FlipParameter(_Flip, frozen=True):
@@ -209,8 +217,11 @@ class FlipParameter(_Flip, frozen=True):
     name = "flip_parameter"
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        # A low bit of the mantissa, a millionth of the value: training stays sane.
-        worker.between_steps.append(lambda: worker.flip_bit(task, worker.parameter_shards(), significance=20))
+        def flip() -> None:
+            # A low bit of the mantissa, a millionth of the value: the loss stays finite.
+            worker.flip_bit(task, worker.parameter_shards(), significance=20)
+
+        worker.between_steps.append(flip)
 
 
 class FlipOptimizer(_Flip, frozen=True):
@@ -219,8 +230,11 @@ class FlipOptimizer(_Flip, frozen=True):
     name = "flip_optimizer"
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        # A high bit: moments decay, and a small change would be gone after some steps.
-        worker.between_steps.append(lambda: worker.flip_bit(task, worker.moment_shards(), significance=5))
+        def flip() -> None:
+            # A high bit: moments decay, and a small change would vanish within some steps.
+            worker.flip_bit(task, worker.moment_shards(), significance=5)
+
+        worker.between_steps.append(flip)
 
 
 # The network
@@ -256,25 +270,28 @@ class NetworkSlow(_Outage, frozen=True):
         worker.lose_packets(task, self.seconds, loss=self.loss)
 
 
-class LinkDead(_Outage, frozen=True):
+class CutLink(_Outage, frozen=True):
     """Nothing gets through between a group and the group `peer`; all else does."""
 
     name = "link_dead"
     scope = "link"
     seconds: PositiveNumber = 10.0
-    peer: Place = None
+    peer: TargetIndex = None
 
     def groups_given(self, replica: int | None) -> list[int]:
-        return super().groups_given(replica) + ([] if self.peer is None else [self.peer])
+        groups = super().groups_given(replica)
+        if self.peer is not None:
+            groups.append(self.peer)
+        return groups
 
     def check_target(self, replica: int | None, rank: int | None, at: str) -> None:
         super().check_target(replica, rank, at)
         if replica is not None and self.peer == replica:
-            rule = f"must be another group than the target, group {replica}"
-            raise ConfigError(f"{at}.peer {rule}, got {replica}; leave it out for a random one")
+            rule = f"{at}.peer must be another group than the target, group {replica}"
+            raise ConfigError(f"{rule}, got {replica}; leave it out for a random one")
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        assert self.peer is not None, "an order for one end of a link names the other end"
+        assert self.peer is not None, "the order for one end of a link names the other end"
         worker.cut_link(task, self.seconds, self.peer)
 
 
@@ -291,7 +308,7 @@ class KillDonor(InWorker, frozen=True):
     extra_down = 1
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        def wrap(send: Send) -> Send:
+        def wrap(send: SendBytes) -> SendBytes:
             def send_and_die(connection: socket.socket, data: memoryview) -> None:
                 send(connection, data)
                 if task.begin():
@@ -311,12 +328,13 @@ class CorruptChunk(InWorker, frozen=True):
     ends = "at once"
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        def wrap(send: Send) -> Send:
+        def wrap(send: SendBytes) -> SendBytes:
             def send_corrupted(connection: socket.socket, data: memoryview) -> None:
                 if data.nbytes and task.begin(bytes=data.nbytes):
-                    copy = bytearray(data)  # the snapshot itself stays sound
-                    copy[random.Random(task.order.seed).randrange(len(copy))] ^= 1
-                    data = memoryview(copy)
+                    corrupted = bytearray(data)  # a copy: the snapshot itself stays sound
+                    place = random.Random(task.order.seed).randrange(len(corrupted))
+                    corrupted[place] ^= 1
+                    data = memoryview(corrupted)
                 send(connection, data)
 
             return send_corrupted

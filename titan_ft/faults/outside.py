@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The faults from outside: signals to processes of a run."""
+"""The faults from outside: signals to processes of a run. The chaos runner injects them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from titan_ft.faults.fault import Ending, Fault, Need
-from titan_ft.faults.schema import Count, PositiveNumber
+from titan_ft.faults.schema import PositiveInt, PositiveNumber
 
-Send = Callable[[signal.Signals], None]
-"""Signals all processes of one target; raises `titan_ft.chaos.processes.Unreachable` when none of them is left."""
+SendSignal = Callable[[signal.Signals], None]
+"""Sends a signal to all processes of one target. Raises `titan_ft.chaos.processes.Unreachable` if the
+target has no process left."""
 
 
 class Signal(Fault, frozen=True):
-    """A signal to processes of the run."""
+    """A signal to processes of the run. The runner calls `start`, and `stop` after the duration."""
 
     ends: ClassVar[Ending] = "restart"
     signum: ClassVar[signal.Signals]
     processes: ClassVar[Literal["workers", "agent", "lighthouse"]] = "workers"
     """The processes of the target that get the signal."""
 
-    def start(self, send: Send) -> None:
-        """Hit the processes."""
+    def start(self, send: SendSignal) -> None:
+        """Inject the fault."""
         send(self.signum)
 
-    def stop(self, send: Send) -> None:
-        """Undo it after `seconds_it_lasts`."""
+    def stop(self, send: SendSignal) -> None:
+        """Undo the fault, `duration_seconds` after its start. Most faults have nothing to undo."""
 
 
 class _Kill(Signal, frozen=True):
@@ -56,7 +57,7 @@ class KillGroups(_Kill, frozen=True):
 
     name = "kill_groups"
     scope = "groups"
-    count: Count = 2
+    count: PositiveInt = 2
 
     @property
     def num_targets(self) -> int:
@@ -89,7 +90,7 @@ class _Stop(Signal, frozen=True):
     signum = signal.SIGSTOP
     seconds: PositiveNumber = 10.0
 
-    def stop(self, send: Send) -> None:
+    def stop(self, send: SendSignal) -> None:
         send(signal.SIGCONT)
 
 

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.plan_file import load_plan
 from titan_ft.config import ConfigError, load_toml
-from titan_ft.faults.schema import Count, Number, PositiveNumber, Whole, check_keys, convert
+from titan_ft.faults.schema import NonNegativeInt, NonNegativeNumber, PositiveInt, PositiveNumber, check_keys, convert
 from titan_ft.forecast.lengths import Constant, Length, LogNormal
 from titan_ft.forecast.logs import LoggedFailure, read_log
 
@@ -66,14 +66,16 @@ class Domain(Struct, frozen=True):
     """Nodes that fail together, such as those of a rack."""
 
     name: str
-    nodes: Count
+    nodes: PositiveInt
 
 
 class Cluster(Struct, frozen=True):
-    gpus: Annotated[Count, Meta(description="give the GPUs that train; spares are beside them")]
-    gpus_per_node: Count
-    price_per_gpu_hour: Number = 0.0
-    spare_nodes: Annotated[Whole, Meta(description="leave it out if there is always a node to take")] | None = None
+    gpus: Annotated[PositiveInt, Meta(description="give the GPUs that train; spares are beside them")]
+    gpus_per_node: PositiveInt
+    price_per_gpu_hour: NonNegativeNumber = 0.0
+    spare_nodes: (
+        Annotated[NonNegativeInt, Meta(description="leave it out if there is always a node to take")] | None
+    ) = None
     gpu_memory_gb: PositiveNumber | None = None
     domain: list[Any] = []
 
@@ -99,11 +101,11 @@ class Kind(Struct, frozen=True, kw_only=True):
     """A CSV file with the columns of a chaos trace; its targets are groups."""
     log: str | None = None
     """A CSV file in LANL's format; its nodes are the cluster's."""
-    system: Whole | None = None
+    system: NonNegativeInt | None = None
     """Of the log; all systems when left out."""
     chaos: str | None = None
     """A chaos plan: its schedule, its choice of groups, its limits."""
-    seed: Whole | None = None
+    seed: NonNegativeInt | None = None
     """Of the chaos plan; its own when left out."""
     spacing: Annotated[Spacing, Meta(title=f"one of {', '.join(get_args(Spacing))}", description="set it")] | None = (
         None
@@ -113,7 +115,7 @@ class Kind(Struct, frozen=True, kw_only=True):
     shape: PositiveNumber | None = None
     age: Seconds = 0.0
     """So long the nodes have run at the start; with shape < 1 young ones fail more."""
-    first_node: Whole = 0
+    first_node: NonNegativeInt = 0
     """Nodes below it are never hit."""
     domain: str | None = None
     scope: Literal["node", "domain", "job"] = "node"
@@ -151,14 +153,14 @@ class Maintenance(Struct, frozen=True):
     """Nodes that are taken away in order, in turn: a drain, which stalls nobody."""
 
     every: SomeSeconds
-    nodes: Count
+    nodes: PositiveInt
     lasts: SomeSeconds
 
 
 class Job(Struct, frozen=True):
     step: Annotated[SomeSeconds, Meta(description="give what a step takes without failures")]
-    groups: Count = 1
-    min_replica_size: Count = 1
+    groups: PositiveInt = 1
+    min_replica_size: PositiveInt = 1
     config: str | None = None
     """A run's config, whose sizes bound the shape: memory of a GPU, the exchange."""
     overlap: Share = 0.6
@@ -198,7 +200,7 @@ class Groups(Struct, frozen=True):
 class Rounds(Struct, frozen=True):
     """Groups that meet every so many steps; a failure within a round stalls nobody."""
 
-    steps: Count
+    steps: PositiveInt
     exchange: Seconds = 0.0
     value_of_a_token: Annotated[PositiveNumber, Meta(description="1 says: as good as one of synchronous training")] = (
         1.0
