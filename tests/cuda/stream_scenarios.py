@@ -478,7 +478,7 @@ def copy_parts(world: World) -> Any:
     rank.training.optimizers.step()
     for part in parts:
         part.wait()
-    assert sum(len(part.held) for part in parts) == len(whole.held)
+    assert sum(len(part.byte_range) for part in parts) == len(whole.byte_range)
     joined = torch.cat([part.payload for part in parts])
     return [*_tensors(dataclasses.replace(whole, payload=joined)), *rank.bytes()]
 

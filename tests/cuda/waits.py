@@ -24,7 +24,7 @@ _RAW = ("synchronize", "wait_event", "wait_stream")
 """Functions and methods of torch; `device.py` makes its functions of them."""
 _ROOMS = ("engine.", "gradients.", "membership.", "protocol.", "transfer.")
 """Of the engine: here a `wait` without a time waits for a device, but for `_NO_DEVICE`."""
-_OF_ENGINE = ("_come_behind_copy",)
+_OF_ENGINE = ("_await_running_copy",)
 """Methods of the engine that let the current stream wait; each call of one is a wait by itself."""
 _UNNOTICED = (
     "gradients.flight.Flight._exchange:record_event",

@@ -94,7 +94,7 @@ class State:
         size = self.array.nbytes
         if part != WHOLE and not self.is_scarce():
             part = WHOLE
-        held = part.of([{"offset": offset} for offset in range(0, size, 4)], size)
+        held = part.byte_range([{"offset": offset} for offset in range(0, size, 4)], size)
         target, self._spare = self._spare, None
         if target is None or target.numel() != len(held):
             target = torch.empty(len(held), dtype=torch.uint8)

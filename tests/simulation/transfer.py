@@ -198,17 +198,17 @@ class Transfers:
         try:
             if snapshot.header.replace(_TAINTED, _SOUND) != found.header.replace(_TAINTED, _SOUND):
                 raise TransferError("its state is not that of the other donors: their headers differ")
-            _take(list(missing), snapshot.held)
+            _take(list(missing), snapshot.byte_range)
             least, most = self._seconds
             took = least + (most - least) * self._kernel.rng.random() ** 2
             self._spend(took / 2, server, node, end, cancelled, patience)
             self.on_moment("serving", server.node)
             self.on_moment("fetching", node)
-            wanted = _take(missing, snapshot.held)
+            wanted = _take(missing, snapshot.byte_range)
             # The bytes as they are in the donor's memory now.
             return (
                 wanted.start,
-                snapshot.payload[wanted.start - snapshot.first :][: len(wanted)].clone(),
+                snapshot.payload[wanted.start - snapshot.first_byte :][: len(wanted)].clone(),
                 snapshot.header,
             )
         finally:

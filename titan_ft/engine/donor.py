@@ -158,4 +158,4 @@ class Donor:
 def _report_part(part: Part, num_bytes: int, step: int) -> None:
     if part != WHOLE:
         text = "the host's memory is scarce: a joiner gets part %d of %d of the state of step %d from here (%s)"
-        logger.warning(text, part.place + 1, part.number, step, size_text(num_bytes))
+        logger.warning(text, part.index + 1, part.count, step, size_text(num_bytes))

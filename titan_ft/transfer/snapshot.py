@@ -1,10 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state that a group heals from: what it is made of, its digest, its copy in host memory.
+"""The state that a group heals from: its tensors, its digest, and its copy in host memory.
 
-The state of one rank is its local shards of parameters, persistent buffers and optimizer state, plus the scalars that
-steer an update: param groups (LR among them), LR schedulers and the trainer's counters. No collective is involved:
-rank r of a joiner takes over the bytes of rank r of its donor.
+The state of one rank consists of its local shards of parameters, persistent buffers and optimizer
+state, and of the scalars that steer an update: param groups with their LR, LR schedulers, and the
+trainer's counters. No collective is involved: rank r of a joiner takes the bytes of rank r of its
+donor.
+
+A copy has a *header*, which lists the tensors, and a *payload*, which has their bytes one after the
+other. See docs/heal.md, and docs/gpu.md for the streams.
 """
 
 from __future__ import annotations
@@ -16,8 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,14 +29,14 @@ from titan_ft import device
 from titan_ft.protocol.errors import StateMismatchError
 from titan_ft.transfer.host_memory import HostMemory
 
-_BUFFER = "buffer/"  # a buffer's name in a state begins with it
-_ALIGNMENT = 64  # bytes; keeps every tensor of a payload aligned for any dtype
+_BUFFER = "buffer/"  # prefix of a buffer's name in a state
+_ALIGNMENT = 64  # bytes; aligns every tensor of a payload for any dtype
 _LANE_BYTES = 8
-_HASH_CHUNK = 1 << 20  # lanes hashed at once: bounds the hash's extra memory to 16 MB
+_HASH_CHUNK = 1 << 20  # lanes hashed at once; limits the extra memory of a digest to 16 MB
 
 
 class Counters(Protocol):
-    """The trainer's own progress besides the step, such as tokens seen."""
+    """The trainer's own progress apart from the step, such as tokens seen."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -42,19 +45,32 @@ class Counters(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One of `number` parts of a state, of about the same size; each tensor is in one of them."""
+    """One of `count` parts of a state. The parts have about equal sizes, and cut no tensor.
 
-    place: int
-    number: int
+    Attributes:
+        index: 0 to count - 1.
+    """
 
-    def of(self, entries: list[dict[str, Any]], size: int) -> range:
-        """Return its bytes in a payload of `size` bytes that is laid out so; the same on all donors."""
-        offsets = [entry["offset"] for entry in entries]
-        start, stop = (
-            next((offset for offset in offsets if offset >= size * cut // self.number), size)
-            for cut in (self.place, self.place + 1)
-        )
+    index: int
+    count: int
+
+    def byte_range(self, entries: list[dict[str, Any]], size: int) -> range:
+        """Return the offsets of this part's bytes in the payload; the same on all donors.
+
+        Args:
+            entries: of the header.
+            size: of the payload in bytes.
+        """
+        start = self._find_cut(entries, size, self.index)
+        stop = self._find_cut(entries, size, self.index + 1)
         return range(start, stop)
+
+    def _find_cut(self, entries: list[dict[str, Any]], size: int, index: int) -> int:
+        """Return the offset of the first tensor that belongs to part `index`, or to a later one."""
+        for entry in entries:
+            if entry["offset"] >= size * index // self.count:
+                return int(entry["offset"])
+        return size
 
 
 WHOLE = Part(0, 1)
@@ -62,14 +78,19 @@ WHOLE = Part(0, 1)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's state after `step` committed updates, in host memory; or a part of it.
+    """A copy of one rank's state, or of a part of it, in host memory.
 
     Attributes:
-        header: JSON text: step, lineage, scalars, and name, dtype, shape, offset of each tensor; of a part, too.
-        payload: flat uint8. A GPU may still copy into it: who reads or overwrites it waits first (`wait`).
-        part: what of the state is here.
-        first: offset in the state of the payload's first byte.
-        begun, copied: on the GPU's stream, around the copy; None = it was complete when it was made.
+        step: committed updates in the state.
+        header: JSON text: step, lineage, scalars, and the name, dtype, shape and offset of each
+            tensor. The header of a part also lists all tensors.
+        payload: flat uint8. A GPU may still be copying into it. Call `wait` before reading or
+            overwriting it.
+        part: the part that the payload has.
+        first_byte: offset of the payload's first byte in the payload of the whole state.
+        copy_started: event on the GPU's stream before the copy; None if the copy was complete when
+            this object was made.
+        copy_ended: the same after the copy.
     """
 
     step: int
@@ -77,49 +98,85 @@ class Snapshot:
     header: bytes
     payload: torch.Tensor
     part: Part = WHOLE
-    first: int = 0
-    begun: torch.Event | None = None
-    copied: torch.Event | None = None
+    first_byte: int = 0
+    copy_started: torch.Event | None = None
+    copy_ended: torch.Event | None = None
 
     def wait(self) -> None:
-        """Let the host wait until the payload is complete; any thread."""
-        device.synchronize([self.copied])
+        """Block until the payload is complete; any thread."""
+        device.synchronize([self.copy_ended])
 
     @property
-    def held(self) -> range:
-        """Return the offsets in the state of the bytes that are here."""
-        return range(self.first, self.first + self.payload.numel())
+    def byte_range(self) -> range:
+        """Offsets of the payload's bytes in the payload of the whole state."""
+        return range(self.first_byte, self.first_byte + self.payload.numel())
 
     @property
     def copy_seconds(self) -> float:
-        """Return how long the GPU has copied, once it has; what is copied when it was made counts for the host."""
-        return device.seconds_between(self.begun, self.copied)
+        """Seconds that the GPU has copied, after `wait`; 0 if the host made the copy."""
+        return device.seconds_between(self.copy_started, self.copy_ended)
+
+
+class _StateTensor(NamedTuple):
+    """One tensor of a state.
+
+    Attributes:
+        on_host: an optimizer keeps the tensor in host memory although its parameter is on a GPU.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    on_host: bool
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What a copy is made of: the tensors with their names, and whether an optimizer has them on the host.
+class _CurrentState:
+    """References to the tensors and scalars of the state after `step` updates.
 
-    `final` is when the device has made the state; what it computes with it since is nothing that a copy waits for.
+    Attributes:
+        final: event after which the device has computed the state. A copy waits for this event, and
+            not for anything that the device computes afterwards.
     """
 
     step: int
     lineage: int
-    tensors: list[tuple[str, torch.Tensor, bool]]
+    tensors: list[_StateTensor]
     scalars: dict[str, Any]
     final: torch.Event | None
 
 
+@dataclass(frozen=True)
+class _RunningCopy:
+    """A copy that a GPU may not have completed.
+
+    Attributes:
+        ended: None = the copy was complete at once.
+        shards: the tensors that the copy reads. The reference keeps their memory from being used for
+            other tensors.
+    """
+
+    ended: torch.Event | None
+    shards: list[torch.Tensor]
+
+
 class TrainState:
-    """Reads, copies, hashes and overwrites the state of one rank. On the training thread, but for `copy_shared`.
+    """Reads, copies, hashes and overwrites the state of one rank.
+
+    The training thread calls all methods except `copy_shared`, which the threads of a donor's
+    connections call. `engine/donor.py` copies, `engine/heal.py` loads, the strategies hash. After a
+    `load` that raises, the state is a mixture, and the process must end or load another snapshot.
 
     Args:
         model_parts: as torchtitan's Trainer holds them.
         optimizers: torchtitan's OptimizersContainer.
         lr_schedulers: torchtitan's LRSchedulersContainer.
         counters: the trainer's progress.
-        on_load: called after each load, on all ranks of a group; what was computed from the weights is that of others.
-        num_ranks: that share this host's memory.
+        on_load: called after each load, on all ranks of a group. It must drop whatever was computed
+            from the former weights.
+        num_ranks: number of ranks that share this host's memory.
+
+    Attributes:
+        load_seconds: duration of the last load; 0 = there was none.
     """
 
     def __init__(
@@ -138,48 +195,48 @@ class TrainState:
         self._on_load = on_load
         self._memory = HostMemory(num_ranks)
         self._is_reserved = False
-        # The last copy, until training comes behind it, and what it reads: memory that nothing else may take yet.
-        self._under_way: tuple[torch.Event | None, list[torch.Tensor]] | None = None
-        # What another thread may copy, as it is behind the last update.
-        self._shared: _Parts | None = None
+        self._running_copy: _RunningCopy | None = None  # until training waits for it
+        self._shared: _CurrentState | None = None  # the state that another thread may copy
         self._copying = threading.Lock()
-        self.load_seconds = 0.0  # that the last load took; 0 = there was none
+        self.load_seconds = 0.0
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._come_behind_copy())
+            # The step overwrites the state. It must not overtake a copy.
+            optimizer.register_step_pre_hook(lambda *_: self._await_running_copy())
 
     def reserve(self) -> None:
-        """Have host memory for a copy pinned in the background, once; to be called when the optimizers have a state."""
+        """Start to pin host memory for a copy, once. Call it when the optimizers have a state."""
         if not self._is_reserved:
             self._is_reserved = True
             self._memory.reserve(self.payload_bytes)
 
     def close(self) -> None:
-        """Let go of the host memory; waits for a copy under way."""
+        """Free the host memory. Waits for a copy under way."""
         with self._copying:
             self._memory.close()
 
     def share(self, step: int, lineage: int) -> bool:
-        """Let `copy_shared` copy the state, as it is now, until `unshare`; False if it may change before.
+        """Let other threads copy the state as it is now, until `unshare`.
 
-        A forward may write buffers, whenever it likes. And FSDP puts whole parameters in the place of shards meanwhile:
-        what is to be copied is looked up now.
+        Returns False if the model has buffers, which a forward may write at any time. The tensors
+        are looked up now, because FSDP replaces shards by whole parameters during a forward.
         """
-        parts = self._parts(step, lineage)
-        if any(name.startswith(_BUFFER) for name, _, _ in parts.tensors):
+        current = self._find_current(step, lineage)
+        if any(each.name.startswith(_BUFFER) for each in current.tensors):
             return False
-        self._shared = parts
+        self._shared = current
         return True
 
     def unshare(self) -> None:
-        """End that, for the state is about to change; waits for a copy under way."""
+        """Stop sharing, because the state is about to change. Waits for a copy under way."""
         if self._shared is not None:
             with self._copying:
                 self._shared = None
 
     def copy_shared(self, step: int, part: Part = WHOLE) -> Snapshot | None:
-        """Copy the state of `step` while training computes with it; None if it is not shared. Any thread.
+        """Copy the state of `step` while training computes with it; any thread.
 
-        Training comes behind the copy, and not behind the memory for it, which may take seconds to pin.
+        Returns None if that state is not shared. `unshare` waits for the copy. It does not wait for
+        the memory, which may take seconds to pin.
         """
         shared = self._shared
         if shared is None or shared.step != step:
@@ -192,49 +249,55 @@ class TrainState:
         return None
 
     def copy(self, step: int, lineage: int, part: Part = WHOLE) -> Snapshot:
-        """Copy the state to host memory, as it is behind all that the training has queued.
+        """Copy the state to host memory, as it is after all work that training has queued.
 
-        A GPU does so on a stream of its own, and the host goes on: the snapshot is to be waited for. An optimizer's
-        next step waits on the GPU, and so does a load. On a CPU, and into memory that is not pinned, the copy is
-        complete when this returns.
+        A GPU copies on a stream of its own, and the host goes on: call `Snapshot.wait` before using
+        the payload. An optimizer's next step waits on the GPU, and so does a load. On a CPU, and
+        into memory that is not pinned, the copy is complete when this method returns.
 
         Args:
-            part: what is enough where the host's memory is scarce.
+            part: the part that suffices if the host's memory is scarce.
         """
-        parts = self._parts(step, lineage)
-        part, payload = self._take_memory(parts, part)
+        current = self._find_current(step, lineage)
+        part, payload = self._take_memory(current, part)
         with self._copying:
-            return self._copy(parts, payload, part)
+            return self._copy(current, payload, part)
 
-    def _take_memory(self, state: _Parts, part: Part) -> tuple[Part, torch.Tensor]:
-        """Return what of the state is to be copied, and memory for it: `part` where memory is scarce, else all."""
+    def _take_memory(self, state: _CurrentState, part: Part) -> tuple[Part, torch.Tensor]:
+        """Return the part to copy, and memory for it: `part` if memory is scarce, else the whole."""
         entries, size = _lay_out(state.tensors)
         if part != WHOLE and not self._memory.is_scarce(size):
             part = WHOLE
-        return part, self._memory.take(len(part.of(entries, size)))
+        return part, self._memory.take(len(part.byte_range(entries, size)))
 
-    def _parts(self, step: int, lineage: int) -> _Parts:
+    def _find_current(self, step: int, lineage: int) -> _CurrentState:
         tensors = list(self._tensors(self._optimizers))
-        return _Parts(step, lineage, tensors, self._scalars(), device.record_event())
+        return _CurrentState(step, lineage, tensors, self._scalars(), device.record_event())
 
     @torch.no_grad()
-    def _copy(self, state: _Parts, payload: torch.Tensor, part: Part = WHOLE) -> Snapshot:
+    def _copy(self, state: _CurrentState, payload: torch.Tensor, part: Part = WHOLE) -> Snapshot:
         entries, size = _lay_out(state.tensors)
-        held = part.of(entries, size)
-        chosen = [number for number, entry in enumerate(entries) if entry["offset"] in held]
-        shards = [device.local_shard(state.tensors[number][1]) for number in chosen]
-        targets = [_view(payload, entries[number], held.start) for number in chosen]
-        # A forward may write buffers (statistics of a norm), long before the optimizer's step: they are copied on the
-        # training's stream.
-        buffers = [entries[number]["name"].startswith(_BUFFER) for number in chosen]
-        _copy_all(targets, shards, buffers)
-        where, final = device.current(), device.record_event() if any(buffers) else state.final
+        byte_range = part.byte_range(entries, size)
+        buffer_copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # target and source
+        other_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for entry, (name, tensor, _) in zip(entries, state.tensors, strict=True):
+            if entry["offset"] not in byte_range:
+                continue
+            target = _view(payload, entry, byte_range.start)
+            copies = buffer_copies if name.startswith(_BUFFER) else other_copies
+            copies.append((target, device.local_shard(tensor)))
+        # A forward may write buffers (statistics of a norm) long before the optimizer's step. So
+        # they are copied on the training's stream.
+        _queue_copies(buffer_copies)
+        final = device.record_event() if buffer_copies else state.final
+        where = device.current()
         with device.side_stream(where, "copy"):
             device.wait_for(final, where)
-            begun = device.record_time()
-            _copy_all(targets, shards, [not buffer for buffer in buffers])
-            copied = device.record_event(timed=True)
-        self._under_way = (copied, shards)
+            started = device.record_time()
+            _queue_copies(other_copies)
+            ended = device.record_event(timed=True)
+        sources = [source for _, source in buffer_copies + other_copies]
+        self._running_copy = _RunningCopy(ended, sources)
         header = {
             "step": state.step,
             "lineage": state.lineage,
@@ -242,49 +305,61 @@ class TrainState:
             "tensors": entries,
             "bytes": size,
         }
-        text = json.dumps(header, default=torch.Tensor.item, sort_keys=True)  # of equal states the same bytes
-        return Snapshot(state.step, state.lineage, text.encode(), payload, part, held.start, begun, copied)
+        # Sorted keys: equal states must have headers of equal bytes.
+        text = json.dumps(header, default=torch.Tensor.item, sort_keys=True)
+        return Snapshot(
+            state.step,
+            state.lineage,
+            text.encode(),
+            payload,
+            part,
+            byte_range.start,
+            started,
+            ended,
+        )
 
-    def _come_behind_copy(self) -> None:
-        """Let what the training queues from now on wait for the last copy: it may write what that reads."""
+    def _await_running_copy(self) -> None:
+        """Make the training's later work wait for the last copy, whose source it may overwrite."""
         self.unshare()
-        if self._under_way is not None:
-            copied, _ = self._under_way
-            device.wait_for(copied, device.current())
-            self._under_way = None
+        if self._running_copy is not None:
+            device.wait_for(self._running_copy.ended, device.current())
+            self._running_copy = None
 
     @property
     def payload_bytes(self) -> int:
-        """Return how large a copy of this rank's state is: what a joiner's rank fetches."""
-        return _lay_out(list(self._tensors(self._optimizers)))[1]
+        """Size of a copy of this rank's state, which a joiner's rank fetches."""
+        _, size = _lay_out(list(self._tensors(self._optimizers)))
+        return size
 
     def reuse(self, snapshot: Snapshot) -> None:
-        """Take back a snapshot that nobody reads any more: its memory serves the next copy."""
-        snapshot.wait()  # the host writes there too, and a GPU that copies late would do so behind it
+        """Take back a snapshot that nobody reads any more. The next copy uses its memory."""
+        # A late copy of the GPU would overwrite bytes that the host writes for the next snapshot.
+        snapshot.wait()
         self._memory.give_back(snapshot.payload)
 
     def load(self, snapshot: Snapshot) -> None:
         """Overwrite this rank's state with `snapshot`.
 
         Raises:
-            StateMismatchError: the donor's state has other tensors or shapes than this rank's (another model, other
-                parallel degrees or another optimizer).
+            StateMismatchError: the donor's state has other tensors or shapes than this rank's state
+                (another model, other parallel degrees or another optimizer).
         """
         snapshot.wait()
-        began = time.monotonic()
-        self._come_behind_copy()
+        started = time.monotonic()
+        self._await_running_copy()
         self._load(snapshot)
-        # Not for the whole device: an exchange that waits for the other groups may be under way on it.
+        # Do not wait for the whole device: an exchange that waits for other groups may run on it.
         device.synchronize([device.record_event()])
         self._on_load()
-        self.load_seconds = time.monotonic() - began
+        self.load_seconds = time.monotonic() - started
 
     @torch.no_grad()
     def _load(self, snapshot: Snapshot) -> None:
         header = json.loads(snapshot.header)
         entries = {entry["name"]: entry for entry in header["tensors"]}
         for name, tensor in self._model_tensors():
-            if (entry := entries.pop(name, None)) is None:
+            entry = entries.pop(name, None)
+            if entry is None:
                 raise StateMismatchError(f"the donor's state has no {name}; all groups must run the same config")
             self._check(entry, tensor)
             device.local_shard(tensor).copy_(_view(snapshot.payload, entry), non_blocking=True)
@@ -292,39 +367,46 @@ class TrainState:
         self._load_scalars(header["scalars"])
 
     def restore(self) -> None:
-        """Undo what training has made of the weights since the last update, if it has; on all ranks of a group."""
+        """Undo changes that training has made to the weights since the last update.
+
+        All ranks of a group call it.
+        """
         self._on_load()
 
     @torch.no_grad()
     def digest(self) -> str:
         """Hash the bytes of parameters, buffers, optimizer state and LR of this rank.
 
-        Each tensor is hashed where it lives, as a sum of its 64-bit lanes times odd position-dependent weights modulo
-        2**64: any single changed bit changes the sum, and nothing but 8 bytes per tensor leaves the device.
+        Each tensor is hashed on its device: its 64-bit lanes are multiplied by odd weights that
+        depend on their positions, and added modulo 2**64. Any single changed bit changes the sum,
+        and only 8 bytes per tensor leave the device.
 
         Returns:
             32 hex digits, equal on CPU and GPU for equal bytes.
         """
-        names, values = hash_tensors((name, tensor) for name, tensor, _ in self._tensors(self._agreed))
-        groups = [_plain(group) for optimizer in self._agreed for group in optimizer.param_groups]
+        tensors = self._tensors(self._agreed)
+        names, values = hash_tensors((name, tensor) for name, tensor, _ in tensors)
+        groups: list[dict[str, Any]] = []
+        for optimizer in self._agreed:
+            groups.extend(_list_hyperparameters(optimizer))
         text = json.dumps([names, values, groups], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def _agreed(self) -> Any:
-        """Return the first ones of the optimizers, those whose state all groups have alike."""
+        """The optimizers whose state is equal in all groups; the first ones of all optimizers."""
         return self._optimizers
 
-    def _tensors(self, optimizers: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Yield (name, tensor, lives in host memory by choice of the optimizer) in a fixed order."""
+    def _tensors(self, optimizers: Any) -> Iterator[_StateTensor]:
+        """Yield the tensors of the state in a fixed order."""
         for name, tensor in self._model_tensors():
-            yield name, tensor, False
+            yield _StateTensor(name, tensor, on_host=False)
         for number, optimizer in enumerate(optimizers):
             for index, parameter in enumerate(_parameters(optimizer)):
                 for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                     assert isinstance(value, torch.Tensor), f"optimizer state {key} is no tensor"
                     on_host = value.device.type == "cpu" and parameter.device.type != "cpu"
-                    yield f"optimizer/{number}/{index}/{key}", value, on_host
+                    yield _StateTensor(f"optimizer/{number}/{index}/{key}", value, on_host)
 
     def _model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, part in enumerate(self._model_parts):
@@ -337,46 +419,49 @@ class TrainState:
 
     def _scalars(self) -> dict[str, Any]:
         return {
-            "param_groups": [[_plain(group) for group in optimizer.param_groups] for optimizer in self._optimizers],
+            "param_groups": [_list_hyperparameters(each) for each in self._optimizers],
             "lr_schedulers": self._lr_schedulers.state_dict(),
             "counters": self._counters.state_dict(),
         }
 
     def _load_scalars(self, scalars: dict[str, Any]) -> None:
-        # The schedulers first: the param groups then say what LR the next update really uses.
+        # The schedulers first: they write LRs, and the param groups have the LR of the next update.
         self._lr_schedulers.load_state_dict(scalars["lr_schedulers"])
         for optimizer, groups in zip(self._optimizers, scalars["param_groups"], strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in values.items():
                     if isinstance(group[key], torch.Tensor):
                         group[key].fill_(value)
+                    elif isinstance(group[key], tuple):  # JSON has made a list of it
+                        group[key] = tuple(value)
                     else:
-                        group[key] = tuple(value) if isinstance(group[key], tuple) else value
+                        group[key] = value
         self._counters.load_state_dict(scalars["counters"])
 
     def _load_optimizers(self, entries: dict[str, dict[str, Any]], payload: torch.Tensor) -> None:
-        """Rebuild each optimizer's state from what is left in `entries`: a fresh optimizer has none of its own yet."""
+        """Build each optimizer's state anew: a fresh optimizer has none that could be overwritten.
+
+        Args:
+            entries: the header's entries of all tensors that are not the model's.
+        """
         by_parameter: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
         for name, entry in entries.items():
             prefix, _, key = name.rpartition("/")
             by_parameter[prefix][key] = entry
         for number, optimizer in enumerate(self._optimizers):
             for index, parameter in enumerate(_parameters(optimizer)):
-                state = {
-                    key: like(
-                        parameter,
-                        _view(payload, entry).to(
-                            "cpu" if entry["on_host"] else parameter.device, copy=True, non_blocking=True
-                        ),
-                    )
-                    for key, entry in by_parameter.pop(f"optimizer/{number}/{index}", {}).items()
-                }
+                state = {}
+                for key, entry in by_parameter.pop(f"optimizer/{number}/{index}", {}).items():
+                    where = "cpu" if entry["on_host"] else parameter.device
+                    shard = _view(payload, entry).to(where, copy=True, non_blocking=True)
+                    state[key] = like(parameter, shard)
                 if state:
                     optimizer.state[parameter] = state
-                else:  # an empty entry would look like a state to torch's checkpoints
+                else:  # torch's checkpoints would take an empty entry for a state
                     optimizer.state.pop(parameter, None)
         if by_parameter:
-            name = min(f"{prefix}/{key}" for prefix, keys in by_parameter.items() for key in keys)
+            prefix, keys = min(by_parameter.items())
+            name = f"{prefix}/{min(keys)}"
             raise StateMismatchError(
                 f"the donor's state has {name}, which this rank lacks; all groups must run the same config"
             )
@@ -388,14 +473,15 @@ class TrainState:
         expected = (str(shard.dtype).removeprefix("torch."), list(shard.shape))
         if found != expected:
             raise StateMismatchError(
-                f"the donor's {entry['name']} is {found}, this rank's is {expected}; all groups must run the same "
-                "config with the same number of ranks"
+                f"the donor's {entry['name']} is {found}, this rank's is {expected}; all groups "
+                "must run the same config with the same number of ranks"
             )
 
 
-def _lay_out(tensors: list[tuple[str, torch.Tensor, bool]]) -> tuple[list[dict[str, Any]], int]:
-    """Return where each tensor of a state is in its payload, and the payload's bytes."""
-    entries, size = [], 0
+def _lay_out(tensors: list[_StateTensor]) -> tuple[list[dict[str, Any]], int]:
+    """Return the header's entry of each tensor, and the size of the payload in bytes."""
+    entries = []
+    size = 0
     for name, tensor, on_host in tensors:
         shard = device.local_shard(tensor)
         entries.append(
@@ -407,26 +493,32 @@ def _lay_out(tensors: list[tuple[str, torch.Tensor, bool]]) -> tuple[list[dict[s
                 "on_host": on_host,
             }
         )
-        size += -(-shard.numel() * shard.element_size() // _ALIGNMENT) * _ALIGNMENT
+        num_bytes = shard.numel() * shard.element_size()
+        size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT  # rounded up
     return entries, size
 
 
-def _copy_all(targets: list[torch.Tensor], shards: list[torch.Tensor], chosen: list[bool]) -> None:
-    """Queue copies of those shards that are chosen."""
-    for target, shard in zip(compress(targets, chosen), compress(shards, chosen), strict=True):
-        target.copy_(shard, non_blocking=True)
+def _queue_copies(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Queue copies on the current stream; each one is (target, source)."""
+    for target, source in copies:
+        target.copy_(source, non_blocking=True)
 
 
-def _view(payload: torch.Tensor, entry: dict[str, Any], first: int = 0) -> torch.Tensor:
+def _view(payload: torch.Tensor, entry: dict[str, Any], first_byte: int = 0) -> torch.Tensor:
+    """Return a tensor in a payload whose first byte has the offset `first_byte` in the state."""
     dtype = getattr(torch, entry["dtype"])
-    size = dtype.itemsize
+    num_bytes = dtype.itemsize
     for length in entry["shape"]:
-        size *= length
-    return payload[entry["offset"] - first :][:size].view(dtype).view(entry["shape"])
+        num_bytes *= length
+    start = entry["offset"] - first_byte
+    return payload[start : start + num_bytes].view(dtype).view(entry["shape"])
 
 
 def like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Give a state shard the sharding of its parameter; scalars such as Adam's step are no DTensors."""
+    """Return a state shard as a DTensor with the sharding of its parameter.
+
+    A scalar, such as Adam's step, is returned as it is.
+    """
     if not isinstance(parameter, DTensor) or shard.shape != parameter.to_local().shape:
         return shard
     return DTensor.from_local(
@@ -444,33 +536,41 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
+def _list_hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the hyperparameters of each param group."""
+    return [_hyperparameters(group) for group in optimizer.param_groups]
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Return a param group's hyperparameters as JSON values."""
-    return {
-        key: value.item() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
+    values = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        values[key] = value.item() if isinstance(value, torch.Tensor) else value
+    return values
 
 
 def _to_host(scalars: list[torch.Tensor]) -> list[int]:
-    """Bring scalars to the host with one copy per device."""
+    """Return the values of scalars, with one copy from each device."""
     result = [0] * len(scalars)
     for where in {scalar.device for scalar in scalars}:
-        places = [place for place, scalar in enumerate(scalars) if scalar.device == where]
-        values = torch.stack([scalars[place] for place in places]).tolist()
-        for place, value in zip(places, values, strict=True):
-            result[place] = value
+        indices = [index for index, scalar in enumerate(scalars) if scalar.device == where]
+        values = torch.stack([scalars[index] for index in indices]).tolist()
+        for index, value in zip(indices, values, strict=True):
+            result[index] = value
     return result
 
 
 def hash_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[list[Any]], list[int]]:
-    """Hash the bytes of this rank's shards where they live.
+    """Hash the bytes of this rank's shards on their devices.
 
     Returns:
-        Name, dtype and shape of each shard, and the 64-bit hash of its bytes; see `TrainState.digest`.
+        Name, dtype and shape of each shard, and the 64-bit hash of its bytes; see
+        `TrainState.digest`.
     """
-    names, shards = [], []
+    names = []
+    shards = []
     for name, tensor in tensors:
         shard = device.local_shard(tensor)
         names.append([name, str(shard.dtype), list(shard.shape)])
@@ -479,50 +579,82 @@ def hash_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[list
 
 
 def _lane_sums(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return for each shard the sum of its 64-bit lanes times odd weights, modulo 2**64: an int64 on its device."""
-    sums: dict[int, torch.Tensor] = {}
-    weights: dict[torch.device, torch.Tensor] = {}
-    alike: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for number, shard in enumerate(shards):
-        if shard.numel() == 1 and shard.element_size() <= _LANE_BYTES:
-            alike[shard.device, shard.dtype].append(number)
-    for where in {shard.device for shard in shards}:
-        lanes = max(-(-shard.nbytes // _LANE_BYTES) for shard in shards if shard.device == where)
-        weights[where] = _make_weights(min(max(lanes, 1), _HASH_CHUNK), where)
-    for (where, _), numbers in alike.items():
-        # Adam has a step for each parameter. One by one they would take as long as all that is large.
-        octets = torch.stack([shards[number].reshape(()) for number in numbers]).view(torch.uint8)
-        octets = octets.view(len(numbers), -1)
-        padded = torch.nn.functional.pad(octets, (0, _LANE_BYTES - octets.shape[1]))
-        products = padded.view(torch.int64).view(-1) * weights[where][0]
-        sums.update(zip(numbers, products.unbind(), strict=True))
+    """Return the hash of each shard, an int64 on its device; see `TrainState.digest`."""
+    weights = _make_weights_on_devices(shards)
+    sums = _sum_scalars(shards, weights)
     for number, shard in enumerate(shards):
         if number not in sums:
             sums[number] = _lane_sum(shard, weights[shard.device])
     return [sums[number] for number in range(len(shards))]
 
 
+def _make_weights_on_devices(
+    shards: Sequence[torch.Tensor],
+) -> dict[torch.device, torch.Tensor]:
+    """Return weights for the largest shard of each device, at most `_HASH_CHUNK` of them."""
+    num_lanes: dict[torch.device, int] = {}
+    for shard in shards:
+        lanes = -(-shard.nbytes // _LANE_BYTES)  # rounded up
+        num_lanes[shard.device] = max(lanes, num_lanes.get(shard.device, 1))
+    weights = {}
+    for where, number in num_lanes.items():
+        weights[where] = _make_weights(min(number, _HASH_CHUNK), where)
+    return weights
+
+
+def _sum_scalars(
+    shards: Sequence[torch.Tensor],
+    weights: dict[torch.device, torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """Return the hashes of the scalars among the shards, by their place in `shards`.
+
+    Adam has a step for each parameter. Hashed one by one, these scalars would take as long as all
+    large tensors. So all scalars of one device and dtype are hashed together.
+    """
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for number, shard in enumerate(shards):
+        if shard.numel() == 1 and shard.element_size() <= _LANE_BYTES:
+            alike[shard.device, shard.dtype].append(number)
+    sums: dict[int, torch.Tensor] = {}
+    for (where, _), numbers in alike.items():
+        octets = torch.stack([shards[number].reshape(()) for number in numbers]).view(torch.uint8)
+        octets = octets.view(len(numbers), -1)
+        padded = torch.nn.functional.pad(octets, (0, _LANE_BYTES - octets.shape[1]))
+        products = padded.view(torch.int64).view(-1) * weights[where][0]
+        sums.update(zip(numbers, products.unbind(), strict=True))
+    return sums
+
+
 def _lane_sum(shard: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the sum of one shard; `weights` are those of its lanes, or of a whole chunk."""
+    """Return the hash of one shard.
+
+    Args:
+        weights: at least as many as the shard has lanes, or `_HASH_CHUNK`.
+    """
     octets = shard.contiguous().view(-1).view(torch.uint8)
-    if odd := octets.numel() % _LANE_BYTES:
-        octets = torch.cat([octets, octets.new_zeros(_LANE_BYTES - odd)])
-    lanes = octets.view(torch.int64) if octets.data_ptr() % _LANE_BYTES == 0 else octets.clone().view(torch.int64)
+    num_odd_bytes = octets.numel() % _LANE_BYTES
+    if num_odd_bytes:
+        padding = octets.new_zeros(_LANE_BYTES - num_odd_bytes)
+        octets = torch.cat([octets, padding])
+    if octets.data_ptr() % _LANE_BYTES != 0:
+        octets = octets.clone()  # an int64 view needs an aligned address
+    lanes = octets.view(torch.int64)
     if lanes.numel() <= _HASH_CHUNK:
         return _weigh(lanes, weights)
     total = torch.zeros((), dtype=torch.int64, device=shard.device)
     for number, chunk in enumerate(lanes.split(_HASH_CHUNK)):
-        total += _weigh(chunk, weights) * (2 * number + 1)
+        total += _weigh(chunk, weights) * (2 * number + 1)  # chunks have odd weights as well
     return total
 
 
 def _weigh(lanes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     weights = weights[: lanes.numel()]
     if lanes.device.type == "cpu":
-        return torch.dot(lanes, weights)  # in one pass; a GPU has no such product of integers
+        return torch.dot(lanes, weights)  # one pass over the lanes; a GPU has no dot for integers
     return (lanes * weights).sum()
 
 
 def _make_weights(number: int, where: torch.device) -> torch.Tensor:
+    """Return one step of Knuth's MMIX generator from 0, 1, 2 ..., with the lowest bit set."""
     weights = torch.arange(number, device=where)
-    return weights.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F).bitwise_or_(1)  # Knuth's MMIX multiplier, made odd
+    return weights.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F).bitwise_or_(1)

@@ -255,7 +255,7 @@ class StateServer:
         snapshot: Snapshot,
         send: Send,
     ) -> None:
-        held, answer = snapshot.held, Message()
+        held, answer = snapshot.byte_range, Message()
         if "offset" in request:
             if not held.start <= request["offset"] <= request["offset"] + request["bytes"] <= held.stop:
                 stream.write({"error": f"the donor has bytes {held.start} to {held.stop} of the state only"})

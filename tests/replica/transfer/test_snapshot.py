@@ -228,10 +228,10 @@ def test_where_memory_is_scarce_donors_copy_parts(
     leave(monkeypatch, 2 * size - 2)
     parts = [donor.state.copy(2, 77, Part(place, number)) for place in range(number)]
     assert {part.header for part in parts} == {whole.header}
-    assert [part.held.start for part in parts] == [0, *(part.held.stop for part in parts[:-1])]
+    assert [part.byte_range.start for part in parts] == [0, *(part.byte_range.stop for part in parts[:-1])]
     offsets = [entry["offset"] for entry in header_of(whole)["tensors"]]
     largest = max(after - before for before, after in pairwise([*offsets, size]))
-    assert all(len(part.held) <= size / number + largest for part in parts)
+    assert all(len(part.byte_range) <= size / number + largest for part in parts)
     joined = torch.cat([part.payload for part in parts])
     joiner.state.load(dataclasses.replace(whole, payload=joined))
     assert joiner.state.digest() == donor.state.digest()
@@ -246,10 +246,10 @@ def test_where_memory_is_not_scarce_a_donor_copies_all(tiny: Tiny, monkeypatch: 
     for free in (2 * size, None):
         leave(monkeypatch, free)
         copied = donor.state.copy(1, 0, Part(1, 3))
-        assert copied.held == range(size)
+        assert copied.byte_range == range(size)
     donor.state.reuse(copied)
     leave(monkeypatch, 0)
-    assert donor.state.copy(1, 0, Part(1, 3)).held == range(size)
+    assert donor.state.copy(1, 0, Part(1, 3)).byte_range == range(size)
 
 
 def test_a_shared_state_is_copied_in_parts_where_memory_is_scarce(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_a_shared_state_is_copied_in_parts_where_memory_is_scarce(tiny: Tiny, mo
         leave(monkeypatch, free)
         assert donor.state.share(1, 0)
         parts = [donor.state.copy_shared(1, Part(place, 2)) for place in range(2)]
-        held = [None if part is None else part.held for part in parts]
+        held = [None if part is None else part.byte_range for part in parts]
         if whole:
             assert held == [range(size)] * 2
         else:
@@ -332,14 +332,14 @@ def test_an_update_waits_for_another_threads_copy(tiny: Tiny, monkeypatch: pytes
     digest = donor.state.digest()
     donor.state.share(1, 55)
     begun, goes_on = threading.Event(), threading.Event()
-    copy_all = snapshots._copy_all
+    queue_copies = snapshots._queue_copies
 
     def slowly(*args: Any) -> None:
         begun.set()
         assert goes_on.wait(20)
-        copy_all(*args)
+        queue_copies(*args)
 
-    monkeypatch.setattr(snapshots, "_copy_all", slowly)
+    monkeypatch.setattr(snapshots, "_queue_copies", slowly)
     with ThreadPoolExecutor(2) as threads:
         copied = threads.submit(donor.state.copy_shared, 1)
         assert begun.wait(20)

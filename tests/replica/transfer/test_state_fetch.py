@@ -727,7 +727,7 @@ def test_a_donor_that_says_nonsense_of_what_it_holds_gives_nothing(
     """More than there is, or less than nothing: nobody waits for that."""
     donors, sent = start_donors(start_donor, 2), make_snapshot(5, 10 * CHUNK)
     publish_parts(donors, sent, (0, 5 * CHUNK), (5 * CHUNK, 10 * CHUNK))
-    monkeypatch.setattr(Snapshot, "held", property(lambda snapshot: range(snapshot.first + 5, snapshot.first)))
+    monkeypatch.setattr(Snapshot, "byte_range", property(lambda each: range(each.first_byte + 5, each.first_byte)))
     started = time.monotonic()
     with pytest.raises(TransferError, match="the donors that are left do not hold all of it"):
         fetch_from(donors)

@@ -77,7 +77,7 @@ def test_nothing_is_served_before_its_copy_is_complete(
     sent.payload.zero_()
     donor = start_donor()
     donor.server._served = lambda *facts: told.append(facts[3]) or donor.told.set()
-    donor.publish(dataclasses.replace(sent, begun=event, copied=event))
+    donor.publish(dataclasses.replace(sent, copy_started=event, copy_ended=event))
     fetched = background.submit(donor.fetch, 5)
     assert event.waited.wait(DEADLINE)
     sent.payload.copy_(complete)
@@ -210,7 +210,7 @@ def test_a_range_beyond_the_state_is_no_other_memory(donor: Donor) -> None:
 def test_nor_is_a_range_before_the_part_that_is_here(donor: Donor) -> None:
     """A donor whose memory is scarce has no more; its payload does not begin where the state does."""
     whole = make_snapshot(5, 4 * CHUNK)
-    donor.publish(dataclasses.replace(whole, payload=whole.payload[CHUNK : 3 * CHUNK].clone(), first=CHUNK))
+    donor.publish(dataclasses.replace(whole, payload=whole.payload[CHUNK : 3 * CHUNK].clone(), first_byte=CHUNK))
     with donor.connect() as connection:
         answer, _ = connection.request({"step": 5, "header": True})
         assert answer["held"] == (CHUNK, 3 * CHUNK)
