@@ -1,9 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""This host's memory: for the copies of a state, taken once and lent to one copy after the other; and what is left.
+"""Host memory for the copies of a state, and how much memory the host has left.
 
-A GPU copies to pinned memory at the speed of its link, and beside whatever the host does. But to pin 10 GB takes
-seconds, so a thread does it early, before a joiner has come.
+A GPU copies to pinned memory at the full speed of its link, and in parallel to the host's work. But
+pinning 10 GB takes seconds, so a thread pins the memory early, before a joiner has come. One copy
+after another uses the same memory.
+
+See docs/heal.md and docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -29,27 +32,33 @@ _NO_BOUND = 2**31  # updates
 
 
 class HostMemory:
-    """One flat tensor of uint8, pinned where there is a GPU. `reserve` and `close` are for one thread.
+    """Memory for one copy at a time: a flat tensor of uint8, pinned if there is a GPU.
+
+    `TrainState` owns it. The training thread calls `reserve` and `close`. The threads of a donor's
+    connections may call the other methods as well.
 
     Args:
-        num_ranks: that share the host's memory, and take as much.
+        num_ranks: number of ranks that share the host's memory. Each needs as much as this one.
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
         self._num_ranks = num_ranks
         self._changing = threading.Lock()
-        self._spare: torch.Tensor | None = None
-        self._reserved: Future[torch.Tensor] | None = None  # becomes the spare when one is wanted
+        self._spare: torch.Tensor | None = None  # given back, for the next copy
+        self._reserved: Future[torch.Tensor] | None = None  # being pinned, for the first copy
 
     def reserve(self, num_bytes: int) -> bool:
-        """Begin to pin so much, on a thread of its own, and not on a CPU; returns False where memory is scarce.
+        """Start to pin memory on a thread of its own. On a CPU nothing is pinned.
 
-        Then none is taken before a joiner comes: a healthy job is not to run out of it for one who may never do.
+        Returns False, and pins nothing, if memory is scarce: a healthy job must not run out of
+        memory for a joiner that may never come.
         """
-        if (free := self._find_scarce(num_bytes)) is not None:
+        free = self._find_free_if_scarce(num_bytes)
+        if free is not None:
             logger.warning(
-                "host memory for a copy of this rank's state (%s) is taken when a joiner comes, and not yet: for %d "
-                "ranks it is more than half of what is left (%s); of several donors each copies a part then",
+                "host memory for a copy of this rank's state (%s) is taken when a joiner comes, "
+                "and not yet: for %d ranks it is more than half of what is left (%s); of several "
+                "donors each copies a part then",
                 size_text(num_bytes),
                 self._num_ranks,
                 size_text(free),
@@ -60,18 +69,29 @@ class HostMemory:
         return True
 
     def is_scarce(self, num_bytes: int) -> bool:
-        """Say whether so much, on all ranks, is more than half of what the host has left, and not at hand here."""
-        with self._changing:
-            at_hand = self._reserved is not None or (self._spare is not None and self._spare.numel() == num_bytes)
-        return not at_hand and self._find_scarce(num_bytes) is not None
+        """True if a copy on every rank would take more than half of the host's free memory.
 
-    def _find_scarce(self, num_bytes: int) -> int | None:
-        """Return what the host has left if that is scarce for so much on all ranks."""
+        False if this object already has the memory.
+        """
+        with self._changing:
+            if self._reserved is not None:
+                return False
+            if self._spare is not None and self._spare.numel() == num_bytes:
+                return False
+        return self._find_free_if_scarce(num_bytes) is not None
+
+    def _find_free_if_scarce(self, num_bytes: int) -> int | None:
+        """Return the host's free bytes if memory is scarce, else None."""
         free = free_bytes()
-        return free if free is not None and self._num_ranks * num_bytes > free / 2 else None
+        if free is None or self._num_ranks * num_bytes <= free / 2:
+            return None
+        return free
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Lend memory for a copy: what is at hand, if it is as large; waits for what is being pinned."""
+        """Return memory for a copy. Uses the memory at hand if it has the right size.
+
+        Waits for a thread that is still pinning.
+        """
         with self._changing:
             reserved, self._reserved = self._reserved, None
             memory, self._spare = self._spare, None
@@ -80,17 +100,21 @@ class HostMemory:
         if memory is not None:
             if memory.numel() == num_bytes:
                 return memory
-            del memory, reserved  # before more is taken: the host may have no room for both
+            # Free it before more is allocated: the host may have no room for both.
+            del memory, reserved
         return device.empty_host(num_bytes, torch.uint8)
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Take back what was lent, and nobody reads any more. One is kept: the host may have no room for a second."""
+        """Take back memory that nobody reads any more.
+
+        One tensor is kept. A second one is freed, because the host may have no room for it.
+        """
         with self._changing:
             if self._spare is None:
                 self._spare = memory
 
     def close(self) -> None:
-        """Let go of the memory; waits for the thread."""
+        """Free the memory. Waits for a thread that is still pinning."""
         reserved, self._reserved, self._spare = self._reserved, None, None
         if reserved is not None:
             reserved.result()
@@ -108,66 +132,93 @@ def _reserve(num_bytes: int) -> torch.Tensor:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a number of bytes as text."""
+    """Return a number of bytes for people, in GB."""
     return f"{num_bytes / 1e9:.3g} GB"
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:
-    """Return how much memory this process can still take: what the host has, or its cgroups, if they allow less.
+    """Return the bytes that this process can still allocate.
+
+    This is the free memory of the host, or less if a limit of the process's cgroups is lower.
+    Caches that the kernel would drop count as free.
 
     Args:
-        root: above proc and sys.
+        root: folder that contains proc and sys.
 
     Returns:
-        Bytes, with caches that the kernel would drop counted as free; None where the machine does not tell.
+        None if the system does not show it.
     """
-    return min((*_on_host(root), *_in_cgroups(root)), default=None)
+    return min((*_find_free_on_host(root), *_find_free_in_cgroups(root)), default=None)
 
 
 def most_updates(
-    config: FaultTolerance, free: int | None, num_ranks: int, update_bytes: int, on_device: int = 0
+    config: FaultTolerance,
+    free: int | None,
+    num_ranks: int,
+    update_bytes: int,
+    on_device: int = 0,
 ) -> int:
     """Return how many updates a rank may queue; at least 1.
 
     Args:
-        free: bytes that the host has left; None = not known.
-        num_ranks: ranks that share them.
-        update_bytes: of one update.
-        on_device: updates that fit on the rank's GPU besides.
+        free: free bytes of the host; None = not known.
+        num_ranks: number of ranks that share these bytes.
+        update_bytes: size of one update.
+        on_device: number of further updates that fit on the rank's GPU.
     """
-    # The other half is for the state itself, and for whatever else there is.
-    room = config.catch_up_max_gb * 2**30 or (math.inf if free is None else free / 2 / num_ranks)
-    most = room / max(1, update_bytes) + (0 if config.catch_up_max_gb else on_device)
-    return max(1, int(min(_NO_BOUND, most)))
+    if config.catch_up_max_gb:
+        max_updates = config.catch_up_max_gb * 2**30 / max(1, update_bytes)
+    elif free is None:
+        max_updates = math.inf
+    else:
+        # Half of the free bytes. The other half is for the state itself, and for other processes.
+        max_updates = free / 2 / num_ranks / max(1, update_bytes) + on_device
+    return max(1, int(min(_NO_BOUND, max_updates)))
 
 
-def _on_host(root: Path) -> Iterator[int]:
+def _find_free_on_host(root: Path) -> Iterator[int]:
+    """Yield the host's free bytes, if the system shows them."""
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             yield 1024 * int(line.split()[1])
 
 
-def _in_cgroups(root: Path) -> Iterator[int]:
-    """Yield what the cgroups of this process, and those above them, have left of their limits."""
+def _find_free_in_cgroups(root: Path) -> Iterator[int]:
+    """Yield the free bytes of each cgroup above this process that has a limit."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _limits(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+        if not controllers:  # cgroup v2
+            mount = root / "sys/fs/cgroup"
+            yield from _find_free(mount, path, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _limits(root / "sys/fs/cgroup/memory", path, *names)
+            mount = root / "sys/fs/cgroup/memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            yield from _find_free(mount, path, *files, "total_inactive_file")
 
 
-def _limits(mount: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[int]:
-    # In a container the path may be that of the host, of which only the end is mounted: the mount's own files count.
+def _find_free(
+    mount: Path,
+    path: str,
+    limit_file: str,
+    usage_file: str,
+    cache_field: str,
+) -> Iterator[int]:
+    # In a container the path may be the host's, while only its end is mounted. Then the folders of
+    # the path do not exist, and the files of the mount itself count.
     folder = mount / path.lstrip("/")
     for place in (folder, *folder.parents):
         if not place.is_relative_to(mount):
             return
-        most, used = _read(place / limit).strip(), _read(place / usage).strip()
-        if most.isdecimal() and used.isdecimal():  # "max": there is no limit
-            facts = dict(line.split(" ", 1) for line in _read(place / "memory.stat").splitlines() if " " in line)
-            yield max(0, int(most) - int(used) + int(facts.get(cache, 0)))
+        limit = _read(place / limit_file).strip()
+        usage = _read(place / usage_file).strip()
+        if not limit.isdecimal() or not usage.isdecimal():
+            continue  # "max", or no such file
+        cached = 0
+        for line in _read(place / "memory.stat").splitlines():
+            name, _, value = line.partition(" ")
+            if name == cache_field:
+                cached = int(value)
+        yield max(0, int(limit) - int(usage) + cached)
 
 
 def _read(path: Path) -> str:

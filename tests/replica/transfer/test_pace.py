@@ -34,14 +34,14 @@ def test_the_rate_holds_over_all_connections(max_mbps: float, connections: int) 
     turns = [(begin, number) for number in range(connections)]  # when who has sent a slice and wants to send another
     for _ in range(2000):
         clock.now, number = heapq.heappop(turns)
-        delay = pace.book(pace.slice)
+        delay = pace.book(pace.slice_bytes)
         assert delay < _STALL_SECONDS / 2, "a connection that waits for its turn does not look dead"
         heapq.heappush(turns, (clock.now + delay, number))
-        sent[number] += pace.slice
-        allowed = rate * (clock.now + delay - begin + _CREDIT_SECONDS) + pace.slice
+        sent[number] += pace.slice_bytes
+        allowed = rate * (clock.now + delay - begin + _CREDIT_SECONDS) + pace.slice_bytes
         assert sent.total() <= allowed * (1 + 1e-9)
     assert sent.total() >= rate * (clock.now - begin)
-    assert max(sent.values()) - min(sent.values()) <= rate * _CREDIT_SECONDS + 2 * pace.slice
+    assert max(sent.values()) - min(sent.values()) <= rate * _CREDIT_SECONDS + 2 * pace.slice_bytes
 
 
 def test_idle_time_earns_no_credit() -> None:
@@ -60,4 +60,4 @@ def test_without_a_rate_nothing_waits() -> None:
     """0 is unlimited, and what is sent is not cut to slices."""
     pace = Pace(0.0)
     assert [pace.book(1 << 40) for _ in range(3)] == [0.0] * 3
-    assert pace.slice > 1 << 40
+    assert pace.slice_bytes > 1 << 40
