@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from titan_ft.protocol.member import Member
 from titan_ft.system.address import split_address
-from titan_ft.transfer.reach import within
+from titan_ft.system.threads import call_within
 
 
 class StoreMeeting:
@@ -34,7 +34,7 @@ class StoreMeeting:
     def configure(self, key: str, quorum_id: int, members: tuple[Member, ...], own: Member, step: int) -> str | None:
         """Meet the members of a quorum; returns nothing went wrong, or raises."""
         prefix, rank = f"titan_ft/{key}/{quorum_id}/{self._group_rank}", members.index(own)
-        found = within(2 * self._limit, lambda: self._exchange(members[0], prefix, rank, len(members), step))
+        found = call_within(2 * self._limit, lambda: self._exchange(members[0], prefix, rank, len(members), step))
         self.addresses = {member.unique: text.split(" ")[0] for member, text in zip(members, found, strict=True)}
         return None
 

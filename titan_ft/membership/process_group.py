@@ -50,8 +50,7 @@ from torchft.process_group import (
 from titan_ft import device
 from titan_ft.membership.collectives import all_reduce
 from titan_ft.system.process import borrowed_socket, own_sockets
-from titan_ft.system.threads import call_aside
-from titan_ft.transfer.reach import within
+from titan_ft.system.threads import call_aside, call_within
 
 logger = logging.getLogger(__name__)
 
@@ -395,7 +394,7 @@ class AbortableNccl(_Abortable, ProcessGroupNCCL):
         self._setup = setup
         try:
             # After the limit the thread goes on, and discards its communicator (see `_give_up`).
-            within(limit, set_up)
+            call_within(limit, set_up)
         except TimeoutError:
             self._expected_setup_seconds = min(2 * limit, self._max_setup_seconds)
             self._give_up("not connected in time")

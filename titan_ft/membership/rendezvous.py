@@ -30,8 +30,8 @@ from titan_ft.protocol.errors import first_line
 from titan_ft.protocol.member import Member
 from titan_ft.system.address import split_address
 from titan_ft.system.seal import add_seal, remove_seal
-from titan_ft.system.threads import call_aside
-from titan_ft.transfer.reach import check_listens, within
+from titan_ft.system.threads import call_aside, call_within
+from titan_ft.transfer.reach import check_listens
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class Rendezvous:
 
         # torch's client waits without end if the network to the store dies. The limit is longer
         # than the store's own timeout, whose error says more.
-        return within(2 * limit, exchange)
+        return call_within(2 * limit, exchange)
 
     def _key_of(self, rank: int) -> str:
         """Return the full key of a member's text, which its seal covers."""

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files that other users of the host, or of shared storage, can write: find them, and do not write through them."""
+"""Protection against files that other users of the host, or of shared storage, can write."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = 0
-"""User whose files are no stranger's: an administrator can change every file anyway."""
+"""The user root, whose files are trusted: an administrator can change every file anyway."""
 
 
 def no_follow(path: str, flags: int) -> int:
-    """Open a file that is no symbolic link; an `opener` of `open`.
+    """Open a file, but not through a symbolic link; an `opener` for `open`.
 
-    A link that somebody has planted at the name of a log would have this process overwrite a file
-    of its own user, such as ~/.bashrc.
+    Another user may plant a link with the name of a log. Through it this process would overwrite a
+    file of its own user, such as ~/.bashrc.
 
     Raises:
         OSError: the last part of the path is a link (ELOOP).
@@ -26,17 +26,19 @@ def no_follow(path: str, flags: int) -> int:
 
 
 def write_for_owner_only() -> None:
-    """Make no file from now on that the group or others can write; child processes inherit this.
+    """Set the umask so that the group and others cannot write new files.
 
-    With the umask 002, which is common, the whole group could change events, orders and checkpoints.
+    Child processes inherit the umask. With 002, which is common, the whole group could change
+    events, orders and checkpoints.
     """
     os.umask(os.umask(0o077) | 0o022)
 
 
 def find_stranger(folder: Path) -> tuple[Path, int] | None:
-    """Return a folder, or the first entry in it, that belongs to neither this user nor root, and its owner.
+    """Return the folder or its first entry that belongs to another user, and that user.
 
-    A link counts as its owner's, and not as its target's.
+    Returns None if everything belongs to this user or to root. For a link, the owner of the link
+    counts, not the owner of its target.
 
     Raises:
         OSError: the folder cannot be read.
@@ -44,12 +46,13 @@ def find_stranger(folder: Path) -> tuple[Path, int] | None:
     ours = {os.geteuid(), ROOT}
     owner = folder.stat().st_uid
     if owner not in ours:
-        # A file server that maps root to nobody, or a user namespace, makes the files of this user
-        # another one's. Then a new file is that one's as well.
+        # A file server that maps root to nobody, or a user namespace, shows this user's files under
+        # another user. A new file shows which user that is.
         try:
             with tempfile.TemporaryFile(dir=folder) as own:
                 ours.add(os.fstat(own.fileno()).st_uid)
-        except OSError:  # such as PermissionError: only the entries of the other user's folder may be open to all
+        except OSError:
+            # Such as PermissionError: entries of another user's folder may still be open to all.
             return folder, owner
     if owner not in ours:
         return folder, owner
@@ -62,8 +65,8 @@ def find_stranger(folder: Path) -> tuple[Path, int] | None:
 
 
 def is_open_to_all(mode: int) -> bool:
-    """True if every user may replace what is in a folder with this mode.
+    """True if every user may replace the files in a folder with this mode.
 
-    With the sticky bit, as of /tmp, only its owner may replace a file.
+    If the folder has the sticky bit, as /tmp has, only the owner of a file may replace it.
     """
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX

@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whose a run's folder is: who writes there decides what the run trains, and overwrites files of its user."""
+"""Checks who may write to a run's folder.
+
+Whoever writes there decides what the run trains, and may have it overwrite files of its user.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,30 @@ from titan_ft.system.ownership import find_stranger, is_open_to_all
 
 
 def check_run_folder(folder: Path, option: str = "--run-dir") -> None:
-    """Refuse a folder that another user has made, or that every user may write.
+    """Refuse a folder of another user, and a folder that every user may write.
 
-    A folder that the group may write is one line on stderr: with the umask 002 that is common.
+    If the group may write the folder, one line on stderr says so: the umask 002 is common.
+
+    Args:
+        option: names the folder's option in the error.
 
     Raises:
-        ConfigError: it is refused.
+        ConfigError: the folder is refused.
     """
     try:
         mode = folder.stat().st_mode
         stranger = find_stranger(folder)
     except OSError:
-        return  # it is made anew, or cannot be used, which the first write reports
+        return  # the folder does not exist yet, or the first write reports the error
     rule = f"{option} must be yours alone, got {folder}"
     if stranger is not None:
         path, owner = stranger
         raise ConfigError(f"{rule}, where {path} belongs to user {owner}; give another folder, or chown it")
     if is_open_to_all(mode):
-        raise ConfigError(f"{rule}, which every user may write (mode {stat.S_IMODE(mode):o}); chmod o-w it")
+        mode_text = f"{stat.S_IMODE(mode):o}"
+        raise ConfigError(f"{rule}, which every user may write (mode {mode_text}); chmod o-w it")
     if mode & stat.S_IWGRP:
-        print(f"titan_ft: the group may write {folder}, and so change this run; chmod g-w it", file=sys.stderr)
+        print(
+            f"titan_ft: the group may write {folder}, and so change this run; chmod g-w it",
+            file=sys.stderr,
+        )

@@ -1,25 +1,29 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Text of others, made safe to show: no character of it moves a terminal's cursor or sets its title."""
+"""Text from outside, made safe to print.
+
+A terminal obeys escape sequences: they move its cursor, or set its title.
+"""
 
 from __future__ import annotations
 
 
 def printable(text: str, longest: int | None = None) -> str:
-    """Return a text in which control characters are escaped, as `\\x1b`.
+    """Return a text with escaped control characters, such as `\\x1b`.
 
-    Names at a lighthouse, texts of exceptions and names of hosts come from outside. A terminal obeys
-    the escape sequences in them.
+    Names at a lighthouse, texts of exceptions and names of hosts come from outside.
 
     Args:
-        longest: length at which the text is cut; None = as long as it is.
+        longest: a longer text is cut to this length; None = no limit.
     """
     if longest is not None and len(text) > longest:
         text = f"{text[:longest]}..."
     if text.isprintable():  # nearly always
         return text
-    return "".join(letter if letter.isprintable() else _escape(letter) for letter in text)
+    return "".join(_escape(letter) for letter in text)
 
 
 def _escape(letter: str) -> str:
+    if letter.isprintable():
+        return letter
     return letter.encode("unicode_escape").decode()

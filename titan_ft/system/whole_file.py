@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write a small file whole or not at all."""
+"""Writing a small file completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Put a file in its place by a rename: a reader finds the former one, or all of the new one.
+    """Write a file, and rename it to its place. A reader sees the former or the new content.
 
     Raises:
-        OSError: it cannot be written, for example because the disk is full; nothing of it is left.
+        OSError: the file cannot be written, for example because the disk is full. No part is left.
     """
     part = path.with_name(f".{path.name}-{os.getpid()}")
     try:

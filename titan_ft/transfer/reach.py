@@ -18,7 +18,7 @@ import os
 import socket
 import struct
 import termios
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -28,7 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from titan_ft.protocol.errors import RefusedError, first_line
 from titan_ft.system.address import split_address
 from titan_ft.system.seal import remove_seal
-from titan_ft.system.threads import call_aside, call_for_each
+from titan_ft.system.threads import call_for_each, call_within
 from titan_ft.transfer.wire import Message, SealedStream, prove
 
 CONNECT_SECONDS = 1.5  # TCP sends a lost first packet again after one second
@@ -167,25 +167,6 @@ def answer_probe(sealed: SealedStream, request: Message, token: str) -> None:
     sealed.stream.flush()
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
-    """Return what `function` returns, or what it raises; a thread that takes longer is left to itself.
-
-    For torch's stores: a client whose connection went silent waits without end, whatever timeout it was given.
-
-    Raises:
-        TimeoutError: it took longer.
-    """
-    outcome = call_aside(function, "titan_ft_within")
-    try:
-        outcome.exception(seconds)
-    except TimeoutError:  # not the call's own, which would be returned
-        raise TimeoutError(f"no answer for {seconds:g} s") from None
-    try:
-        return outcome.result(0)
-    finally:
-        del outcome  # an error that it has would be in a cycle with this frame, and live until a garbage collection
-
-
 def check_listens(address: str, seconds: float) -> None:
     """Connect to host:port and close the connection.
 
@@ -224,4 +205,4 @@ def look_up(peer: Peer, group_rank: int, token: str) -> str:
         key = address_key(peer.unique, group_rank)
         return remove_seal(token, key, store.get(key).decode(errors="replace"))
 
-    return within(2 * CONNECT_SECONDS, read)
+    return call_within(2 * CONNECT_SECONDS, read)

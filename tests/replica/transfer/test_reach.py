@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from titan_ft.chaos.inside.blackhole import Blackhole, supported
 from titan_ft.system.seal import add_seal
+from titan_ft.system.threads import call_within
 from titan_ft.transfer import reach
-from titan_ft.transfer.reach import Peer, Probe, address_key, within
+from titan_ft.transfer.reach import Peer, Probe, address_key
 from titan_ft.transfer.state_server import StateServer
 
 TOKEN = "a shared secret"
@@ -207,8 +208,8 @@ def test_ranks_meet_at_the_peers_store(serve: Callable[..., str]) -> None:
 
 def test_what_takes_too_long_is_left_alone() -> None:
     """Results and errors come through; silence is an error after the time."""
-    assert within(DEADLINE, lambda: 7) == 7
+    assert call_within(DEADLINE, lambda: 7) == 7
     with pytest.raises(KeyError):
-        within(DEADLINE, lambda: {}["nothing"])
+        call_within(DEADLINE, lambda: {}["nothing"])
     with pytest.raises(TimeoutError, match=r"0\.05 s"):
-        within(0.05, threading.Event().wait)
+        call_within(0.05, threading.Event().wait)

@@ -314,11 +314,11 @@ class Agent:
                 self._emit_exit(attempt, exit, cause)
                 announced.add(exit.rank)
             if self._stop and first is None and self.spec.drain_seconds > 0:
-                group.drain(self.spec.drain_seconds, self._stop.impatient)
+                group.drain(self.spec.drain_seconds, self._stop.must_end_at_once)
         finally:
             # A rank cannot finish without the one that failed; after a drain, there was time
             # enough.
-            sibling_failed = root_failure(group.exits()) is not None and not self._stop.impatient()
+            sibling_failed = root_failure(group.exits()) is not None and not self._stop.must_end_at_once()
             final = group.end(self.spec.grace_seconds if sibling_failed else 0.0)
             self._group = None
         if any(exit.has_left for exit in final):
@@ -573,7 +573,7 @@ class _Main:
         if not spec.zygote or sys.platform != "linux":  # macOS's own libraries do not bear a fork
             return
         os.environ.update(usual_env())  # what is read when a library is loaded must be there before
-        self._stop.at_once = self._end_at_once
+        self._stop.on_request = self._end_at_once
         if spec.cluster:  # under a launcher, the zygote has checked it
             try:
                 check(spec.module, spec.args)
@@ -581,7 +581,7 @@ class _Main:
                 self._mistake = str(error)
                 return
         obstacle = preload(spec.module, spec.args)
-        self._stop.at_once = None
+        self._stop.on_request = None
         if obstacle:
             spec.say(f"{obstacle}: {NEW_PROCESSES}")
         else:

@@ -109,7 +109,7 @@ class Follower:
             self._problem = problem
             return None
         finally:
-            self._end(0.0 if self._stop.impatient() else self._grace_seconds)
+            self._end(0.0 if self._stop.must_end_at_once() else self._grace_seconds)
             self._line.close()
             self._line = None
 
@@ -156,7 +156,7 @@ class Follower:
             self._leave_by = time.monotonic() + self._drain_seconds
             if self._drain_seconds > 0:
                 self._group.ask_to_leave()
-        has_time = time.monotonic() < self._leave_by and not self._stop.impatient()
+        has_time = time.monotonic() < self._leave_by and not self._stop.must_end_at_once()
         if has_time and len(self._group.exits()) < self._num_ranks:
             return False
         self._end(0.0)
