@@ -653,7 +653,7 @@ def test_without_any_donor_left_the_error_names_all(start_donor: Callable[..., D
 def publish_parts(donors: list[Donor], sent: Snapshot, *held: tuple[int, int]) -> None:
     """Let each donor hold the bytes from where its part begins to where it ends."""
     for donor, (first, end) in zip(donors, held, strict=True):
-        donor.publish(dataclasses.replace(sent, payload=sent.payload[first:end].clone(), first=first))
+        donor.publish(dataclasses.replace(sent, payload=sent.payload[first:end].clone(), first_byte=first))
 
 
 @pytest.mark.parametrize(
