@@ -100,7 +100,7 @@ def hosts() -> Iterator[Hosts]:
 @pytest.mark.parametrize("shared", [True, False], ids=["one folder", "a folder each"])
 def test_two_hosts(start: Start, hosts: Hosts, tmp_path: Path, shared: bool) -> None:
     """The address that the lighthouse prints is all that they know of each other."""
-    address = announced(start(*hosts.command(0), *TITAN_FT, "lighthouse"))
+    address = announced(start(*hosts.command(0), *TITAN_FT, "lighthouse", TITAN_FT_TOKEN="a secret of this run"))
     assert address == "http://[fd00:77::1]:29510"
     folders = [tmp_path / "run" if shared else tmp_path / f"run{replica}" for replica in range(2)]
     groups = []

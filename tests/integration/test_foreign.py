@@ -4,27 +4,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
-from harness.job import Job
+from harness.job import TOKEN, Job
 from harness.trajectory import check, named
+
+from titan_ft.membership.pulse import StatusPage
+from titan_ft.protocol.member import Member
+from titan_ft.run.lighthouse import LighthouseAddress
+from titan_ft.system.address import split_address
 
 STOCK = "train_llama_0:7f3a"  # as torchft's Manager makes them; sorts before every group's name
 
 
 class StockMember:
-    """A replica of a job that uses torchft by itself, and claims to have made a million steps."""
+    """A replica of a job that uses torchft by itself, and claims to have made a million steps.
 
-    def __init__(self, lighthouse: str) -> None:
+    It has this run's secret, or the gate would not let it through.
+    """
+
+    def __init__(self, lighthouse: str, name: str = STOCK) -> None:
         from torchft.coordination import ManagerClient, ManagerServer
 
         self._server = ManagerServer(
-            replica_id=STOCK,
+            replica_id=name,
             lighthouse_addr=lighthouse,
             hostname="127.0.0.1",
             bind="127.0.0.1:0",
@@ -70,12 +82,22 @@ def come() -> Iterator[Callable[[Job], StockMember]]:
     came: list[StockMember] = []
 
     def come(job: Job) -> StockMember:
-        came.append(StockMember(job._address))
+        came.append(StockMember(LighthouseAddress(job._address, TOKEN).url_for_client(job._address)))
         return came[-1]
 
     yield come
     for stranger in came:
         stranger.leave()
+
+
+def lighthouse_client(address: str) -> Any:
+    from torchft.coordination import LighthouseClient
+
+    return LighthouseClient(address, connect_timeout=timedelta(seconds=10))
+
+
+def kill(replica: int, point: str, step: int) -> dict[str, Any]:
+    return {"replica": replica, "point": point, "step": step}
 
 
 def check_named(job: Job, name: str, reason: str, replicas: set[int]) -> None:
@@ -105,3 +127,41 @@ def test_a_claim_of_an_impossible_step(make_job: Callable[..., Job], come: Calla
     assert not named(events, "exchange_failed", "heal_started", "digest_mismatch")
     assert any(len(ids) == 3 for ids in stranger.quorums), "the stranger was in no quorum with the groups"
     check_named(job, STOCK, "its name has no valid seal", {0, 1})
+
+
+def test_strangers_of_all_kinds_at_once(make_job: Callable[..., Job]) -> None:
+    """Forged names, heartbeats and idle connections: all groups train on, and one that dies comes back.
+
+    The heartbeats and connections lack the run's secret. The forged names have it, as those of a process that
+    listened on the wire, and lack the seal: the oldest process of all, and a newer one of group 1.
+    """
+    delays = [{"replica": replica, "step": step, "seconds": 1} for replica in (0, 1) for step in (4, 8)]
+    job = make_job(groups=2, steps=14, hooks={"delays": delays, "faults": [kill(1, "backward", step=10)], "hold": 2})
+    job.start()
+    job.wait_until(lambda: any(e["step"] == 3 for e in job.events("step_committed")), 60, "step 3")
+    address = LighthouseAddress(job._address, TOKEN)
+    status = StatusPage(address).read(10.0)
+    assert status is not None
+    (group1,) = (Member.parse(name, TOKEN) for name in status.heartbeats if "/000001/" in name)
+    forged = [replace(group1, token="", **change) for change in ({"started": 1.0, "job": "evil"}, {"started": 4e9})]
+    with contextlib.ExitStack() as attack:
+        for _ in range(1100):  # 1,030 closed torchft's port for good
+            attack.enter_context(socket.create_connection(split_address(job._address), 10.0))
+        for number in range(4):
+            with pytest.raises(RuntimeError, match="transport error"):
+                lighthouse_client(job._address).heartbeat(f"ghost {number}", timedelta(seconds=10))
+        strangers = [StockMember(address.url_for_client(job._address), one.replica_id) for one in forged]
+        job.wait_until(lambda: any(e["step"] == 7 for e in job.events("step_committed")), 60, "step 7")
+        for stranger in strangers:
+            stranger.leave()
+        job.finish()
+    events = check(job, survivors=[0])
+    assert any(len(ids) > 2 for stranger in strangers for ids in stranger.quorums), "no stranger was in a quorum"
+    assert {tuple(event["participants"]) for event in named(events, "step_committed")} == {(0, 1), (0,)}
+    assert not named(events, "digest_mismatch")
+    assert [event["replica"] for event in named(events, "heal_finished")] == [1]
+    for event in named(events, "foreign_member"):
+        assert "its name has no valid seal" in event["reason"]
+    foreign = [event["pid"] for event in named(events, "foreign_member")]
+    assert foreign
+    assert len(set(foreign)) == len(foreign), "one event a process for all of them"

@@ -142,8 +142,8 @@ def test_lighthouse_that_dies_on_a_full_disk_comes_back(run_on_disk: Any, small_
     small_disk.fill()
     os.kill(first["lighthouse_pid"], signal.SIGKILL)
     address = first["address"].removeprefix("http://").split(":")
-    run.wait_until(lambda: not listens(*address), what="the end of the lighthouse")
-    run.wait_until(lambda: listens(*address), what="another lighthouse")
+    run.wait_until(lambda: not Path(f"/proc/{first['lighthouse_pid']}/exe").exists(), what="the lighthouse's end")
+    run.wait_until(lambda: refuses(*address), what="another lighthouse")
     small_disk.free()
     assert launcher.stdout is not None
     while "it is back at the same address" not in (line := launcher.stdout.readline()):
@@ -152,10 +152,11 @@ def test_lighthouse_that_dies_on_a_full_disk_comes_back(run_on_disk: Any, small_
     assert launcher.wait(30) == 0
 
 
-def listens(host: str, port: str) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_connection((host, int(port)), timeout=5).close()
-        return True
+def refuses(host: str, port: str) -> bool:
+    """True if a lighthouse closes a connection without the secret; the port itself is the launcher's, and listens."""
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0) as stranger:
+        stranger.sendall(b"no greeting")
+        return stranger.recv(1) == b""
     return False
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -17,28 +18,35 @@ import pytest
 
 from titan_ft.config import ConfigError
 from titan_ft.launch.group.children import Children
+from titan_ft.launch.lighthouse import LISTENER_VARIABLE
 from titan_ft.launch.lighthouse_keeper import HOST, LighthouseKeeper
 from titan_ft.run.log import EventLog
+from titan_ft.system.token import TOKEN_ENV
 
-# Listens until the keeper has found it, and dies.
-LISTEN = (
-    "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); "
-    "print('listening', flush=True); s.accept(); "
+TOKEN = "0123456789abcdef"
+LISTENER = (
+    f"import os, socket; s = socket.socket(fileno=int(os.environ['{LISTENER_VARIABLE}'])); "
+    "print('listening', flush=True); "
 )
+ANSWER = (
+    "c, _ = s.accept(); c.recv(4096); c.sendall(b'HTTP/1.1 200 OK\\r\\nContent-Length: 1\\r\\n\\r\\n1'); c.close(); "
+)
+LISTEN = LISTENER + ANSWER
+"""Answers the keeper once, and dies."""
 
 MakeKeeper = Callable[..., LighthouseKeeper]
 
 
 @pytest.fixture
 def make_keeper(tmp_path: Path) -> Iterator[MakeKeeper]:
-    children, events = Children({}), EventLog(tmp_path / "events" / "launcher-1.jsonl")
+    children, events = Children({TOKEN_ENV: TOKEN}), EventLog(tmp_path / "events" / "launcher-1.jsonl")
     made: list[LighthouseKeeper] = []
 
     def make(code: str, port: int = 0) -> LighthouseKeeper:
         def command(port: int) -> list[str]:
             return [sys.executable, "-c", code, str(port)]
 
-        made.append(LighthouseKeeper(command, port, tmp_path / "lighthouse.log", children, events))
+        made.append(LighthouseKeeper(command, port, tmp_path / "lighthouse.log", children, TOKEN, events))
         return made[-1]
 
     yield make
@@ -57,13 +65,13 @@ def poll_until(keeper: LighthouseKeeper, condition: Callable[[], object], second
 
 
 def test_port_is_held_while_nobody_listens(make_keeper: MakeKeeper) -> None:
-    """The port is nobody else's while the lighthouse is away, is its own again and again, and is given back."""
+    """The port is nobody else's while the lighthouse is away, also with SO_REUSEADDR, and is given back."""
     keeper = make_keeper("")
     assert keeper.address == f"http://{HOST}:{keeper.port}"
     with pytest.raises(OSError, match="in use"), socket.socket() as other:
         other.bind((HOST, keeper.port))
-    for _ in range(2):
-        socket.create_server((HOST, keeper.port)).close()  # with SO_REUSEADDR, as the lighthouse does
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server((HOST, keeper.port))  # sets the option
     keeper.close()
     with socket.socket() as other:
         other.bind((HOST, keeper.port))
@@ -100,6 +108,25 @@ def test_crash_loop_is_given_up(make_keeper: MakeKeeper, tmp_path: Path, monkeyp
     healthy = make_keeper(LISTEN)
     poll_until(healthy, lambda: log.exists() and log.read_text().count("listening") > 5)
     assert not healthy.failure
+
+
+def test_a_lighthouse_that_answers_no_more_is_started_again(
+    make_keeper: MakeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchft's closes its door for good when it has no descriptor left, and its process lives on."""
+    monkeypatch.setattr("titan_ft.launch.lighthouse_keeper._ASK_SECONDS", 0.2)
+    monkeypatch.setattr("titan_ft.launch.lighthouse_keeper._ASK_PAUSE_SECONDS", 0.0)
+    flag, log = tmp_path / "once", tmp_path / "lighthouse.log"
+    answer = f"[exec({ANSWER!r}) for _ in iter(int, 1)]"
+    code = f"{LISTENER}import os, time; again = os.path.exists({str(flag)!r}); open({str(flag)!r}, 'w'); {ANSWER}"
+    keeper = make_keeper(f"{code}time.sleep(600 * (not again)); {answer}")
+    poll_until(keeper, lambda: keeper.listens)
+    first = keeper.pid
+    poll_until(keeper, lambda: keeper.listens and keeper.pid not in (None, first))
+    assert log.read_text().count("listening") == 2
+    (event,) = (json.loads(line) for line in (tmp_path / "events" / "launcher-1.jsonl").read_text().splitlines()[2:])
+    assert event["event"] == "lighthouse_restarted"
+    assert event["reason"] == "the lighthouse was killed: it did not answer 3 times, 0.2 s each"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")

@@ -38,7 +38,7 @@ class World:
     def lighthouse(self, name: str, *, standby: bool) -> Succession:
         self.answering.add(f"http://{name}:1")
         own = Announcement(f"http://{name}:1", host=name)
-        return Succession(self.path, own, standby=standby, answers=lambda address: address in self.answering)
+        return Succession(self.path, own, standby=standby, ask=lambda address, *_: address in self.answering)
 
     @property
     def announced(self) -> str | None:
@@ -176,7 +176,9 @@ def lighthouses(tmp_path: Path) -> Iterator[Any]:
     def start(*options: str) -> subprocess.Popen[str]:
         command = ["-m", "titan_ft", "lighthouse", "--bind", "[::]:0", "--announce", str(tmp_path / "lighthouse.json")]
         log = (tmp_path / f"{len(started)}.log").open("w")
-        process = subprocess.Popen([sys.executable, *command, "--advertise", "127.0.0.1", *options], stdout=log)
+        environ = {**os.environ, "TITAN_FT_TOKEN": "0123456789abcdef"}
+        command += ["--advertise", "127.0.0.1", *options]
+        process = subprocess.Popen([sys.executable, *command], stdout=log, env=environ)
         started.append(process)
         return process
 

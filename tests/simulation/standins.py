@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -533,8 +533,13 @@ def _readlink(path: Any) -> str:
     raise kernels.missing(f"os.readlink({path!r})")
 
 
+def _listdir(path: Any) -> list[str]:
+    raise FileNotFoundError(path)  # a simulated process has no descriptors
+
+
 OS = Module(
     "os",
+    listdir=_listdir,
     absent=("memfd_create",),
     _exit=_exit,
     getpid=lambda: kernels.current().process.pid,
@@ -635,11 +640,15 @@ class _Page:
     def __exit__(self, *_: object) -> None:
         return
 
-    def read(self) -> bytes:
-        return self._text.encode()
+    length = 0  # bytes that are still to come
+
+    def read(self, most: int) -> bytes:
+        return self._text.encode()[:most]
 
 
 class _Opener:
+    addheaders: ClassVar[list[tuple[str, str]]] = []
+
     def open(self, address: str, timeout: float) -> _Page:
         assert address.endswith("/status"), address
         return _Page(world().read_status(timeout))

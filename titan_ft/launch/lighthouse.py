@@ -9,32 +9,41 @@ import importlib.util
 import ipaddress
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import fields
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from titan_ft.config import ConfigError
+from titan_ft.launch.gate import BACKLOG
+from titan_ft.launch.guarded_lighthouse import GuardedLighthouse, OpenLighthouse
 from titan_ft.launch.succession import Succession
 from titan_ft.membership.pulse import StatusPage
 from titan_ft.options import Lighthouse, LighthouseSettings
 from titan_ft.run.appender import DISK_ERRNOS, retry_waiting
-from titan_ft.run.lighthouse import Announcement
+from titan_ft.run.lighthouse import Announcement, LighthouseAddress
 from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
 from titan_ft.run.output import protected_native_output
 from titan_ft.system.address import (
     bracketed,
     find_own_address,
+    is_loopback,
     is_unspecified,
     join_address,
     split_address,
     usable_bind,
 )
+from titan_ft.system.namespace import allow_namespaces
 from titan_ft.system.stop import StopRequests
+from titan_ft.system.token import check_token, read_token
 
 ANNOUNCEMENT = "lighthouse listening at "
+LISTENER_VARIABLE = "TITAN_FT_LISTENER"
+"""Descriptor of a listening socket that the launcher hands over, in place of --bind."""
 _QUORUM_TICK_MS = 20
 """From one look of the lighthouse at its groups to the next. A failure costs the survivors this much at most beside the
 heartbeat's timeout; a look takes microseconds."""
@@ -111,20 +120,23 @@ def serve(command: Lighthouse) -> int:
     host, port = split_bind(command.bind)
     check_settings(command)
     _check_announcement(command)
+    token = read_token(os.environ)
+    check_token(token, is_local=is_loopback(join_address(host, 0)))
+    refusal = allow_namespaces() if token else ""  # before there is another thread
     if PARENT_PID_ENV in os.environ:  # started by a launcher; by hand, it may outlive the shell that started it
         exit_with_parent()
     # The Rust side reads it when it is loaded; its own default, info, doubles the cost of a quorum.
     os.environ.setdefault("RUST_LOG", "warn")
     stop = StopRequests(signal.SIGTERM, signal.SIGINT)
     with protected_native_output():
-        again = _serve(command, usable_bind(host), port, stop)
+        again = _serve(command, usable_bind(host), port, stop, token, refusal)
     if again and not stop:
         # Anew: a server that is shut down goes on answering those who are connected to it.
         os.execv(sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:], f"--bind={again}"])
     return stop.status
 
 
-def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests) -> str:
+def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests, token: str, refusal: str) -> str:
     """Serve until a signal, until another lighthouse is announced, or until the names of ended processes are too many.
 
     Returns:
@@ -133,29 +145,27 @@ def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests) -> str
     Raises:
         ConfigError: it cannot listen where it should, or not announce itself.
     """
-    bind, settings = join_address(host, port), command
+    bind = join_address(host, port)
+    served: GuardedLighthouse | OpenLighthouse
     try:
-        server = _native_torchft().LighthouseServer(
-            bind=bind,
-            min_replicas=settings.min_replicas,
-            join_timeout_ms=settings.join_timeout_ms,
-            quorum_tick_ms=_QUORUM_TICK_MS,
-            heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
-        )
-    except RuntimeError as error:
+        if token:
+            served = GuardedLighthouse(_listen(host, port), token, partial(_start_server, command), _say, refusal)
+        else:
+            served = OpenLighthouse(_start_server(command, bind))
+    except (RuntimeError, OSError) as error:
         raise ConfigError(f"the lighthouse cannot listen at {bind}: {error}; choose another --bind") from error
-    # torchft's address() holds the host's name, which others would have to resolve.
     reachable = command.advertise or (find_own_address(host) if is_unspecified(host) else host)
-    chosen = int(server.address().rsplit(":", 1)[1])
-    address = f"http://{bracketed(reachable)}:{chosen}"
-    crowd = Crowd(StatusPage(address))
+    address = f"http://{bracketed(reachable)}:{served.port}"
+    crowd = Crowd(StatusPage(LighthouseAddress(address, token)))
     _say(f"{ANNOUNCEMENT}{address}")
+    _say(served.describe_access())
     if command.announce is not None:
         own = Announcement.of_this_process(address, os.environ)
         with contextlib.suppress(OSError):  # said when it is to be announced
             own.prepare(command.announce)
         try:
-            _take_turns(command.announce, Succession(command.announce, own, standby=command.standby), stop, crowd)
+            succession = Succession(command.announce, own, standby=command.standby, token=token)
+            _take_turns(command.announce, succession, stop, crowd)
         finally:
             own.discard(command.announce)
     else:
@@ -164,11 +174,36 @@ def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests) -> str
             time.sleep(0.1)
     if not stop and crowd.was_due:
         _say(f"{crowd.num_former} processes of groups have ended: this lighthouse starts anew, and forgets their names")
-        return join_address(host, chosen)
+        return join_address(host, served.port)
     if not stop and command.standby:
         return command.bind  # without a shutdown: this process becomes the standby of the other one
-    server.shutdown()
+    served.close()
     return ""
+
+
+def _start_server(command: Lighthouse, bind: str) -> Any:
+    """Start torchft's lighthouse.
+
+    Raises:
+        RuntimeError: it cannot listen there.
+    """
+    return _native_torchft().LighthouseServer(
+        bind=bind,
+        min_replicas=command.min_replicas,
+        join_timeout_ms=command.join_timeout_ms,
+        quorum_tick_ms=_QUORUM_TICK_MS,
+        heartbeat_timeout_ms=command.heartbeat_timeout_ms,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return the socket that groups reach: the launcher's, which outlives a lighthouse that dies, or one of our own."""
+    inherited = os.environ.get(LISTENER_VARIABLE)
+    if inherited:
+        return socket.socket(fileno=int(inherited))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = family == socket.AF_INET6 and is_unspecified(host) and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
 
 
 class Crowd:

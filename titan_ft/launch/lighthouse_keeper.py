@@ -1,26 +1,40 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keep a lighthouse at one address: start it again there whenever it dies."""
+"""Keep a lighthouse at one address: start it again there whenever it dies, or answers no more.
+
+The listening socket is the launcher's. It outlives every lighthouse, so that no other process of the host can listen at
+the port while there is none. Groups that connect meanwhile wait in the socket's backlog for the next lighthouse.
+"""
 
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from titan_ft.config import ConfigError
+from titan_ft.launch.gate import BACKLOG
 from titan_ft.launch.group.children import Child, Children
+from titan_ft.launch.lighthouse import LISTENER_VARIABLE
 from titan_ft.launch.restart_policy import backoff_seconds
 from titan_ft.run.events import LighthouseRestarted, LighthouseStarted
+from titan_ft.run.lighthouse import answers
 from titan_ft.run.log import EventLog
+from titan_ft.system.threads import call_aside
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
 HEALTHY_SECONDS = 10.0
 """A lighthouse that listened this long before it died is no crash loop."""
-_CONNECT_SECONDS = 1.0  # to this very host: refused or taken at once, if it is not overloaded
+_ASK_SECONDS = 3.0
+"""Time for one answer. A busy machine takes a second for a page of many groups."""
+_ASK_PAUSE_SECONDS = 1.0
+MAX_SILENCES = 3
+"""Questions in a row without an answer that end a lighthouse: it hangs, or has closed its door for good (torchft's does
+when it has no descriptor left)."""
 MAX_DEATHS = 5
 """Deaths in a row, each after a shorter life, that end the run."""
 
@@ -33,6 +47,7 @@ class LighthouseKeeper:
         port: where it listens; 0 chooses a free port, once.
         log: gets the output of all its lives.
         children: where its processes are started.
+        token: the run's shared secret.
         events: where a restart is announced.
 
     Raises:
@@ -40,9 +55,17 @@ class LighthouseKeeper:
     """
 
     def __init__(
-        self, command: Callable[[int], list[str]], port: int, log: Path, children: Children, events: EventLog
+        self,
+        command: Callable[[int], list[str]],
+        port: int,
+        log: Path,
+        children: Children,
+        token: str,
+        events: EventLog,
     ) -> None:
-        self._holder, self.port = _hold(port)
+        self._listener = _listen(port)
+        self.port: int = self._listener.getsockname()[1]
+        self._token = token
         self.address = f"http://{HOST}:{self.port}"
         self.log = log
         self.listens = False
@@ -59,6 +82,10 @@ class LighthouseKeeper:
         self._down_since: float | None = None
         self._down_reason = ""
         self._num_deaths = 0
+        self._answer: Future[bool] | None = None  # to the question that is under way
+        self._ask_at = 0.0
+        self._num_silences = 0
+        self._silent = False  # it was killed because of that
 
     def poll(self) -> None:
         """Start it, notice that it listens or that it died, start it again; to be called every few moments."""
@@ -70,13 +97,23 @@ class LighthouseKeeper:
                 self._start(now)
             return
         ended = self._child.code is not None  # asked first: what it did last counts
-        if not self.listens:
-            self._look(now)
+        self._ask(self._child, now)
+        if not self.listens and not ended and now >= self._start_at + START_SECONDS:
+            self.failure = f"the lighthouse did not come up within {START_SECONDS:.0f} s"
         if ended and not self.failure:
             self._note_death(self._child, now)
 
     def _start(self, now: float) -> None:
-        self._child = self._children.start("lighthouse", self._command, self.log, needed_by_others=True)
+        descriptor = self._listener.fileno()
+        self._child = self._children.start(
+            "lighthouse",
+            self._command,
+            self.log,
+            needed_by_others=True,
+            env={LISTENER_VARIABLE: str(descriptor)},
+            pass_fds=[descriptor],
+        )
+        self._answer, self._ask_at, self._num_silences = None, 0.0, 0
         self._start_at = now
         self._events.emit(LighthouseStarted(lighthouse_pid=self._child.process.pid, address=self.address))
 
@@ -85,13 +122,33 @@ class LighthouseKeeper:
         """Return the process id of the lighthouse; None while there is none."""
         return None if self._child is None or self._child.code is not None else self._child.process.pid
 
-    def _look(self, now: float) -> None:
-        self.listens = _listens(self.port)
-        if not self.listens:
-            if now >= self._start_at + START_SECONDS:
-                self.failure = f"the lighthouse did not come up within {START_SECONDS:.0f} s"
+    def _ask(self, child: Child, now: float) -> None:
+        """Take the answer to the last question, and ask again; on a thread, because an answer may take seconds.
+
+        A line in its log would not do: on a full disk it cannot be written, and the run would end for want of it.
+        """
+        if self._answer is None:
+            if now >= self._ask_at:
+                ask = partial(answers, self.address, self._token, _ASK_SECONDS)
+                self._answer = call_aside(ask, "titan_ft_ask_lighthouse")
             return
-        self._up_since = now
+        if not self._answer.done():
+            return
+        answered, self._answer = self._answer.result(), None
+        if self.listens or answered:
+            self._ask_at = now + _ASK_PAUSE_SECONDS
+        if answered:
+            self._num_silences = 0
+            if not self.listens:
+                self._note_start(now)
+        elif self.listens:
+            self._num_silences += 1
+            if self._num_silences == MAX_SILENCES and child.code is None:
+                self._silent = True
+                child.process.kill()
+
+    def _note_start(self, now: float) -> None:
+        self.listens, self._up_since = True, now
         if self._down_since is not None:
             seconds = round(now - self._down_since, 3)
             self._down_since = None
@@ -99,6 +156,9 @@ class LighthouseKeeper:
 
     def _note_death(self, child: Child, now: float) -> None:
         reason = f"the {child.describe_end()}"
+        if self._silent:
+            self._silent = False
+            reason = f"the lighthouse was killed: it did not answer {MAX_SILENCES} times, {_ASK_SECONDS:g} s each"
         if self._up_since is None:
             self.failure = reason  # it could not even start: its settings or its installation are wrong
             return
@@ -115,37 +175,17 @@ class LighthouseKeeper:
 
     def close(self) -> None:
         """Give the port back."""
-        self._holder.close()
+        self._listener.close()
 
 
-def _listens(port: int) -> bool:
-    """Say whether somebody listens at a port of this host, which only the lighthouse can (see `_hold`).
+def _listen(port: int) -> socket.socket:
+    """Listen at a port of this host (0: any free one).
 
-    A line in its log would not do: on a full disk it cannot be written, and the run would end for want of it.
+    Raises:
+        ConfigError: the port is taken.
     """
     try:
-        with socket.create_connection((HOST, port), timeout=_CONNECT_SECONDS) as connection:
-            return connection.getsockname() != connection.getpeername()  # else it has met itself
-    except OSError:
-        return False
-
-
-def _hold(port: int) -> tuple[socket.socket, int]:
-    """Take a port (0: any free one) without listening there, so that nobody else gets it while this process lives.
-
-    While the lighthouse is away, clients keep trying to reach it: the system could give one of them that very port for
-    its own end of the connection.
-    """
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # The lighthouse's socket has the same option. Linux then lets both be bound as long as only one of them listens.
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        holder.bind((HOST, port))
+        return socket.create_server((HOST, port), backlog=BACKLOG)
     except OSError as error:
-        holder.close()
         remedy = "choose another, or 0 to have one chosen"
         raise ConfigError(f"--lighthouse-port must be a free port, got {port} ({error.strerror}); {remedy}") from error
-    chosen = holder.getsockname()[1]
-    if sys.platform != "linux":
-        holder.close()
-    return holder, chosen

@@ -46,6 +46,7 @@ from titan_ft.run.events import (
 from titan_ft.run.log import EventLog
 from titan_ft.run.tail import EventTail, last_error_line
 from titan_ft.system.stop import StopRequests
+from titan_ft.system.token import TOKEN_ENV
 
 if TYPE_CHECKING:
     from titan_ft.chaos.plan import Plan
@@ -88,7 +89,8 @@ class LocalRun:
         self._curve = None if plan.job_curve is None else JobCurve(plan.job_curve, lambda text: self.view.error(text))
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
         # The token is not on any command line, where other users of the host could read it.
-        env = {"TITAN_FT_TOKEN": secrets.token_hex(16), "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
+        token = secrets.token_hex(16)
+        env = {TOKEN_ENV: token, "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
         env["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP") or plan.first_job_id
         env["TITAN_FT_RANKS_ON_HOST"] = str(plan.num_replicas * plan.num_ranks)
         self._children = Children(env)
@@ -97,6 +99,7 @@ class LocalRun:
             plan.options.lighthouse_port,
             plan.paths.lighthouse_log,
             self._children,
+            token,
             self._events,
         )
         self._record = RecordKeeper(plan.paths.events, self._children, plan.paths.record_log)

@@ -9,13 +9,11 @@ from one that is not named any more (`membership/seat.py`).
 
 from __future__ import annotations
 
-import http.client
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_ft.run.lighthouse import Announcement
+from titan_ft.run.lighthouse import Announcement, answers
 
 SILENT_SECONDS = 0.8
 """Without an answer, after which a standby takes the announced lighthouse's place."""
@@ -31,7 +29,8 @@ class Succession:
         path: the file.
         own: what this lighthouse announces.
         standby: whether it leaves one that is announced already, and answers, in its place.
-        answers: says whether a lighthouse answers.
+        token: the run's shared secret.
+        ask: says whether a lighthouse answers.
 
     Attributes:
         serves: whether it has announced itself.
@@ -39,10 +38,16 @@ class Succession:
     """
 
     def __init__(
-        self, path: Path, own: Announcement, *, standby: bool, answers: Callable[[str], bool] | None = None
+        self,
+        path: Path,
+        own: Announcement,
+        *,
+        standby: bool,
+        token: str = "",
+        ask: Callable[[str, str, float], bool] = answers,
     ) -> None:
         self._path, self._own, self._standby = path, own, standby
-        self._answers = answers or _answers
+        self._token, self._ask = token, ask
         self._looked = time.monotonic()
         self._silent = 0.0  # seconds since the other one was known to be there
         self.serves = False
@@ -62,7 +67,9 @@ class Succession:
         self.other = said or self.other  # a storage that cannot be read for a moment takes nobody's place away
         # This lighthouse may have started anew: it would wait for itself at its own address.
         other = self.other if self.other is None or self.other.address != self._own.address else None
-        answered = self._standby and other is not None and self._answers(other.address)
+        answered = False
+        if self._standby and other is not None:
+            answered = self._ask(other.address, self._token, _ANSWER_SECONDS)
         now = time.monotonic()
         self._silent = 0.0 if announced or answered else self._silent + min(now - self._looked, _LOOK_SECONDS)
         self._looked = now
@@ -70,15 +77,3 @@ class Succession:
             self._own.write(self._path)
             self.serves, self.other = True, None
         return True
-
-
-def _answers(address: str) -> bool:
-    """Say whether a lighthouse answers; the kernel of a host would accept a connection to a process that is stopped."""
-    # A proxy that the environment names could not reach it.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{address}/", timeout=_ANSWER_SECONDS) as answer:
-            answer.read(1)
-    except (OSError, ValueError, http.client.HTTPException):  # a stranger on its port, perhaps
-        return False
-    return True

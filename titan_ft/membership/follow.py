@@ -13,7 +13,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from titan_ft.run.lighthouse import LighthouseAddress, Place
 from titan_ft.system.address import split_address
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _HASTE_SECONDS = 0.2  # between two looks while the lighthouse does not answer
 _CALM_SECONDS = 1.0  # while it does; of many groups each looks more seldom
 _CONNECT_SECONDS = 0.5
+_ANSWER_BYTES = 65536
 _UNREADABLE_SECONDS = 10.0  # after which a lighthouse that answers is believed without the file
 _MANY = 32  # groups that look once in that time
 _KEEPALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))  # seconds, seconds, probes
@@ -47,6 +48,9 @@ class Follower:
         self._unreadable_since: float | None = None
         self._closed = threading.Event()
         self._line: socket.socket | None = None  # to the lighthouse, as long as it is there
+        # A gate answers nothing. A lighthouse without one answers, and ends the connection; at that one a connection
+        # stays open that says nothing.
+        self._has_gate = True
         threading.Thread(target=self._run, name="titan_ft_follow", daemon=True).start()
 
     def close(self) -> None:
@@ -93,10 +97,13 @@ class Follower:
         assert place is not None, "the seat was taken there"
         try:
             if self._line is None:
-                self._line = _open_line(place.url)
+                self._line = _open_line(place.url, self._address.headers if self._has_gate else {})
             self._line.settimeout(self._calm_seconds)
-            if self._line.recv(1):
+            if self._line.recv(_ANSWER_BYTES):
+                self._has_gate = False
+                self._hang_up()
                 return True
+            self._has_gate = True
         except TimeoutError:
             if self._line is not None:  # nothing was said all the time, as it should be
                 return True
@@ -118,8 +125,11 @@ class Follower:
             line.close()
 
 
-def _open_line(url: str) -> socket.socket:
+def _open_line(url: str, headers: Mapping[str, str]) -> socket.socket:
     line = socket.create_connection(split_address(url), timeout=_CONNECT_SECONDS)
+    if headers:  # there is a gate, which closes a connection that says nothing
+        fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        line.sendall(f"GET /hold HTTP/1.1\r\nConnection: close\r\n{fields}\r\n".encode())
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE:
         if hasattr(socket, name):

@@ -133,7 +133,7 @@ class Membership:
         self._strategy = strategy_of(config)
         # Agrees on quorums, by the quorum thread, and on the votes between them, by the training thread.
         self._control = control
-        found = LighthouseAddress(lighthouse)
+        found = LighthouseAddress(lighthouse, token)
         self._seat = Seat(
             config,
             lighthouse=found,

@@ -18,14 +18,13 @@ import math
 import re
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from titan_ft.protocol.member import Member, known_members, members_of_job
-from titan_ft.run.lighthouse import LighthouseAddress
+from titan_ft.run.lighthouse import LighthouseAddress, build_opener
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,10 @@ _LOOKS_AT_A_LEAVER = 4
 asks for the next quorum too. Breaking off at the first look would leave this group without an update of the others."""
 
 _HEARTBEAT = re.compile(r"^\s*(\S+): seen ([0-9.eE+-]+)s ago\s*$", re.MULTILINE)
+
+
+_PAGE_BYTES = 4 << 20
+"""Of the page at most; a group has 200. A stranger's name may have 4 MB, and stays on the page for ever."""
 
 
 _MEMBER = re.compile(r"^\s*<b>(\S+)</b> <br/>\s*$", re.MULTILINE)  # of the last quorum
@@ -87,14 +90,16 @@ class StatusPage:
 
     def __init__(self, lighthouse: str | LighthouseAddress) -> None:
         self._lighthouse = lighthouse
-        # A proxy that the environment names could not reach the lighthouse.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = build_opener(lighthouse.headers if isinstance(lighthouse, LighthouseAddress) else {})
 
     def read(self, timeout: float) -> Status | None:
         """Return what it says now; None if there is no answer."""
         try:
             with self._opener.open(f"{self._lighthouse}/status", timeout=timeout) as answer:
-                return Status.parse(answer.read().decode(errors="replace"))
+                page = answer.read(_PAGE_BYTES)
+                if answer.length and len(page) < _PAGE_BYTES:  # the lighthouse ended in the midst of its answer
+                    return None
+                return Status.parse(page.decode(errors="replace"))
         except (OSError, ValueError, http.client.HTTPException):  # it is away, or went while it answered
             return None
 

@@ -61,11 +61,18 @@ PROBE_SECONDS = 60.0
 """After this time without a quorum, the group checks whether the lighthouse answers. The limit decides only how late a
 dead lighthouse is noticed, and how often a long wait is logged."""
 _BEATS_IN_TIMEOUT = 10  # a few late heartbeats must not evict a group
+_FEWEST_BEATS_IN_TIMEOUT = 4
+# Each heartbeat costs the lighthouse and its gate about 0.1 ms of CPU time together.
+_GROUPS_AT_FULL_PACE = 64
 
 
 def beat_interval(config: FaultTolerance) -> timedelta:
-    """Return the time from one heartbeat to the next."""
-    return timedelta(milliseconds=config.heartbeat_timeout_ms) / _BEATS_IN_TIMEOUT
+    """Return the time from one heartbeat to the next.
+
+    It grows with the number of groups, which share one lighthouse, to a quarter of the timeout.
+    """
+    beats = _BEATS_IN_TIMEOUT * _GROUPS_AT_FULL_PACE / max(config.group_size, _GROUPS_AT_FULL_PACE)
+    return timedelta(milliseconds=config.heartbeat_timeout_ms) / max(beats, _FEWEST_BEATS_IN_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ class Seat:
         must be here.
 
         Raises:
-            LighthouseError: the lighthouse does not answer.
+            LighthouseError: the lighthouse does not answer, or has another token.
         """
         self.take(self._control.rank0_decides((), lambda _: self._open_first(name())))
 
@@ -169,6 +176,12 @@ class Seat:
                     raise
                 time.sleep(0.1)
                 continue
+            if self._lighthouse.refuses(CONNECT_SECONDS):
+                self.leave()
+                raise LighthouseError(
+                    f"the lighthouse at {self._lighthouse} refuses this group's TITAN_FT_TOKEN; the lighthouse and all "
+                    "groups of a run must have the same one in their environment"
+                )
             if self._lighthouse.may_change:
                 self._follower = Follower(self._lighthouse, self._config.replica_id, self._move)
             return opened
@@ -213,7 +226,7 @@ class Seat:
         try:
             server = ManagerServer(
                 replica_id=member.replica_id,
-                lighthouse_addr=url,
+                lighthouse_addr=self._lighthouse.url_for_client(url),
                 hostname="127.0.0.1",
                 bind="127.0.0.1:0",  # only this process asks it
                 store_addr=member.store,
@@ -223,8 +236,9 @@ class Seat:
                 quorum_retries=_LIGHTHOUSE_RETRIES,
             )
             self._client = ManagerClient(server.address(), connect_timeout=connect_timeout)
-        except Exception as error:
-            raise self._unreachable(CONNECT_SECONDS, error, url) from error
+        except Exception as error:  # noqa: BLE001  # torchft's errors have no common type
+            # Not from the error, whose text may show the secret.
+            raise self._unreachable(CONNECT_SECONDS, error, url) from None
         self._replace_server(server)
         self._opened_as = member
         return member.replica_id
@@ -351,7 +365,7 @@ class Seat:
         """
         lost = self._unreachable(seconds, error)
         if not self._lighthouse.is_file:
-            raise lost from error
+            raise lost from None
         logger.warning("%s; waiting for another one to announce itself", lost)
 
     def _ask(self, step: int, failures: int) -> Future[Any]:
@@ -406,9 +420,8 @@ class Seat:
 
     def _unreachable(self, seconds: float, error: BaseException, url: str = "") -> LighthouseError:
         # torchft's own text is long and adds nothing, so it goes to the log only.
-        logger.warning("the lighthouse did not answer: %s", error)
+        logger.warning("the lighthouse did not answer: %s", self._lighthouse.conceal(str(error)))
         return LighthouseError(
             f"the lighthouse at {url or self._lighthouse} did not answer within {seconds:g} s; "
-            f"check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "
-            "name it"
+            "check that it runs, and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE name it"
         )

@@ -9,18 +9,24 @@ file of the run's folder, and the file alone decides which of two lighthouses co
 from __future__ import annotations
 
 import contextlib
+import http
+import http.client
 import ipaddress
 import json
 import os
 import socket
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from titan_ft.system.address import split_address
 from titan_ft.system.ownership import no_follow
+from titan_ft.system.seal import lighthouse_secret
 
 FILE_PREFIX = "file:"
 _POLL_SECONDS = 0.2
@@ -124,6 +130,7 @@ class LighthouseAddress:
 
     Args:
         source: http://host:port, or file:PATH.
+        token: the run's shared secret; empty = the lighthouse has no gate.
 
     Attributes:
         place: the one in use; none as long as the file says nothing.
@@ -131,8 +138,9 @@ class LighthouseAddress:
         may_change: whether `look` can find another place than before.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, token: str = "") -> None:
         self.source = source
+        self._secret = lighthouse_secret(token)
         self.is_file = source.startswith(FILE_PREFIX)
         self._path = Path(source.removeprefix(FILE_PREFIX))
         self.may_change = self.is_file or not _is_numeric(source)
@@ -140,6 +148,31 @@ class LighthouseAddress:
 
     def __str__(self) -> str:
         return self.source if self.place is None else self.place.url
+
+    def url_for_client(self, url: str) -> str:
+        """Return a url with the secret that the gate asks for, for torchft's client alone: no log may show it."""
+        return url.replace("//", f"//{self._secret}@", 1) if self._secret else url
+
+    def conceal(self, text: str) -> str:
+        """Return a text of torchft's client without the secret."""
+        return text.replace(self._secret, "...") if self._secret else text
+
+    def refuses(self, seconds: float) -> bool:
+        """True if the lighthouse's gate says that this run's secret is wrong. Only HTTP/1 gets that answer."""
+        if not self._secret:
+            return False
+        try:
+            with open_page(str(self), "/status", self._secret, seconds):
+                return False
+        except urllib.error.HTTPError as error:
+            return error.code == http.HTTPStatus.FORBIDDEN
+        except (OSError, ValueError, http.client.HTTPException):  # it is away: not known
+            return False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the headers of an HTTP/1 request to the lighthouse."""
+        return authorization(self._secret)
 
     def look(self) -> Place | None:
         """Return where the lighthouse is now; None if that cannot be told. What is in use stays in use."""
@@ -165,6 +198,38 @@ class LighthouseAddress:
             if self.place is None:
                 time.sleep(_POLL_SECONDS)
         return self.place.url
+
+
+def authorization(secret: str) -> dict[str, str]:
+    """Return the header that shows the secret to the gate (see `titan_ft.launch.greeting`)."""
+    return {"Authorization": f"Bearer {secret}"} if secret else {}
+
+
+def open_page(address: str, path: str, secret: str, seconds: float) -> Any:
+    """Open one of the lighthouse's pages.
+
+    Raises:
+        OSError, ValueError, HTTPException: it does not answer.
+    """
+    return build_opener(authorization(secret)).open(f"{address}{path}", timeout=seconds)
+
+
+def build_opener(headers: Mapping[str, str]) -> Any:
+    """Return what opens pages of the lighthouse with these headers."""
+    # A proxy that the environment names could not reach the lighthouse.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener.addheaders = [*headers.items()]
+    return opener
+
+
+def answers(address: str, token: str, seconds: float) -> bool:
+    """Say whether a lighthouse answers; the kernel of a host would accept a connection to a process that is stopped."""
+    try:
+        with open_page(address, "/", lighthouse_secret(token), seconds) as answer:
+            answer.read(1)
+    except (OSError, ValueError, http.client.HTTPException):  # a stranger on its port, perhaps
+        return False
+    return True
 
 
 def _is_numeric(url: str) -> bool:

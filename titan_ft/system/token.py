@@ -52,8 +52,8 @@ def check_token(token: str, *, is_local: bool) -> None:
         return
     got = f"got {len(token.encode())} bytes" if token else "got nothing"
     raise ConfigError(
-        f"{TOKEN_ENV} must be set to the same secret for all groups, at least {MIN_BYTES} bytes, {got}; any host on "
-        "the network could hand out weights, or guess it: take the output of openssl rand -hex 32"
+        f"{TOKEN_ENV} must be set to the same secret for the lighthouse and all groups, at least {MIN_BYTES} bytes, "
+        f"{got}; any host on the network could hand out weights, or guess it: take the output of openssl rand -hex 32"
     )
 
 

@@ -32,6 +32,7 @@ CONSTANTS = {
 }
 # Between the groups of all jobs where torch's CUDA build runs (scripts/test_cuda.sh): "nccl" or "gloo".
 PROCESS_GROUP = os.environ.get("TITAN_FT_TEST_PROCESS_GROUP", "")
+TOKEN = "a secret of this run"
 _NEVER_RESTARTED = (2, 3)  # exit statuses that say so, see titan_ft.train
 
 
@@ -207,7 +208,9 @@ class Job:
     def _start_lighthouse(self, bind: str) -> None:
         self._num_lighthouses += 1
         log = self.paths.root / f"lighthouse-{self._num_lighthouses}.log"
-        self._lighthouse = self._zygote.start("harness.zygote:lighthouse", log, [bind, self._lighthouse_settings])
+        self._lighthouse = self._zygote.start(
+            "harness.zygote:lighthouse", log, [bind, self._lighthouse_settings], {"TITAN_FT_TOKEN": TOKEN}
+        )
         self._address = self._announced(self._lighthouse, "lighthouse listening at ")
 
     # The agent of each group
@@ -237,7 +240,7 @@ class Job:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": str(group.attempt),
                 "TITAN_FT_ATTEMPT": str(group.attempt),
-                "TITAN_FT_TOKEN": "a secret of this run",
+                "TITAN_FT_TOKEN": TOKEN,
                 "TORCHFT_LIGHTHOUSE": self._address,
                 "TITAN_FT_TEST_HOOKS": json.dumps(hooks),
                 **self.env,

@@ -1,0 +1,86 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Network namespaces of one's own, as root and as an ordinary user."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titan_ft.system.namespace import allow_namespaces, enter_network_namespace
+from titan_ft.system.threads import call_aside
+
+_SET_DUMPABLE = 4  # linux/prctl.h
+
+
+def in_child(call: Callable[[], None], user: int) -> None:
+    """Make a call in a child of this process, as a user; the child's traceback is on stderr if it fails."""
+    child = os.fork()
+    if child == 0:
+        try:
+            "host".encode("idna")  # imported now: another user may not read Python's own files
+            if user != os.getuid():
+                os.setgroups([])
+                os.setresgid(user, user, user)
+                os.setresuid(user, user, user)
+                # As after an exec: /proc/self belongs to the user again.
+                ctypes.CDLL(None).prctl(_SET_DUMPABLE, 1)
+            call()
+        except BaseException:  # noqa: BLE001  # the parent's test must not run in this process
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("user", [os.getuid(), 12345])
+def test_a_thread_has_a_loopback_of_its_own(user: int, tmp_path: Path) -> None:
+    """The rest of the process stays outside, and its files stay those of its user."""
+    if user != os.getuid() and os.getuid() != 0:
+        pytest.skip("only root can be another user")
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o777)
+    own_file, refused = tmp_path / "file", tmp_path / "refused"
+
+    def listen() -> int:
+        enter_network_namespace()
+        server = socket.create_server(("127.0.0.1", 0))
+        with socket.create_connection(server.getsockname()[:2]):  # the loopback is up
+            port: int = server.getsockname()[1]
+            servers.append(server)
+            return port
+
+    servers: list[socket.socket] = []
+
+    def call() -> None:
+        if refusal := allow_namespaces():
+            refused.write_text(refusal)
+            return
+        port = call_aside(listen, "inside").result(20.0)
+        assert socket.socket().connect_ex(("127.0.0.1", port)) != 0
+        own_file.write_text("written outside")
+        assert (os.getuid(), own_file.stat().st_uid) == (user, user)
+
+    in_child(call, user)
+    if refused.exists():
+        pytest.skip(f"this system allows no network namespaces: {refused.read_text()}")
+    assert own_file.stat().st_uid == user
+
+
+def test_a_refusal_is_said_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Ubuntu with its AppArmor rule, and in most containers."""
+
+    def refuse(flags: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("titan_ft.system.namespace._unshare", refuse)
+    before = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user")]
+    assert allow_namespaces() == "Operation not permitted"
+    assert [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user")] == before

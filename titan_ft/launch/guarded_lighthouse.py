@@ -1,0 +1,118 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""torchft's lighthouse, with the gate before it or without."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from titan_ft.launch.gate import Gate, raise_descriptor_limit
+from titan_ft.system.namespace import enter_network_namespace
+from titan_ft.system.seal import lighthouse_secret
+from titan_ft.system.token import TOKEN_ENV
+
+_INNER_HOST = "127.0.0.1"
+
+
+class OpenLighthouse:
+    """A lighthouse that every process of this host reaches.
+
+    Attributes:
+        port: at which it listens.
+    """
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self.port = _find_port(server)
+
+    def describe_access(self) -> str:
+        """Say in one line who can reach it."""
+        return f"{TOKEN_ENV} is not set: every process of this host can change and end the run"
+
+    def close(self) -> None:
+        self._server.shutdown()
+
+
+class GuardedLighthouse:
+    """A lighthouse behind a gate, in a network namespace of its own where the system allows it.
+
+    The namespace is that of one thread: it starts the lighthouse there and serves the gate, whose
+    listening socket stays in the host's namespace. All other threads stay outside.
+
+    Args:
+        listener: groups reach it.
+        token: the run's shared secret.
+        start_server: starts torchft's lighthouse at a HOST:PORT.
+        say: prints a line.
+        refusal: why there can be no namespace; empty if there can.
+
+    Attributes:
+        port: at which groups reach it.
+
+    Raises:
+        RuntimeError, OSError: the lighthouse does not start.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: str,
+        start_server: Callable[[str], Any],
+        say: Callable[[str], None],
+        refusal: str,
+    ) -> None:
+        self.port: int = listener.getsockname()[1]
+        self._refusal = refusal
+        raise_descriptor_limit()
+        started = Future[tuple[Gate, Any]]()
+
+        def start() -> tuple[Gate, Any]:
+            if not refusal:
+                enter_network_namespace()
+            server = start_server(f"{_INNER_HOST}:0")
+            inner = (_INNER_HOST, _find_port(server))
+            return Gate(listener, inner, lighthouse_secret(token), say), server
+
+        def serve() -> None:
+            try:
+                gate, server = start()
+            except (RuntimeError, OSError) as error:
+                started.set_exception(error)
+                return
+            started.set_result((gate, server))
+            try:
+                gate.run()
+            except Exception:  # noqa: BLE001  # a lighthouse that nobody reaches must not seem to live
+                traceback.print_exc()
+                os._exit(1)
+
+        self._thread = threading.Thread(target=serve, name="titan_ft_gate", daemon=True)
+        self._thread.start()
+        self._gate, self._server = started.result()
+        self._inner_port = _find_port(self._server)
+
+    def describe_access(self) -> str:
+        """Say in one line who can reach it."""
+        if not self._refusal:
+            return f"only processes with this run's {TOKEN_ENV} reach it"
+        return (
+            f"only processes with this run's {TOKEN_ENV} reach it, and other users of this host by port "
+            f"{self._inner_port}: the system allows no network namespace ({self._refusal})"
+        )
+
+    def close(self) -> None:
+        """Close all connections, and end the lighthouse."""
+        self._gate.close()
+        self._thread.join()
+        self._server.shutdown()
+
+
+def _find_port(server: Any) -> int:
+    # torchft's address() holds the host's name, which others would have to resolve.
+    return int(server.address().rsplit(":", 1)[1])
