@@ -31,6 +31,7 @@ from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.output import protect_output
 from titan_ft.system.address import is_loopback, join_address
 from titan_ft.system.ownership import write_for_owner_only
+from titan_ft.system.process import end_at_exit
 from titan_ft.system.token import TOKEN_ENV, check_token, read_token
 from titan_ft.training.divisions import check_ranks
 from titan_ft.training.job_config import check_paths, digest_config, prepare_config, read_config
@@ -216,6 +217,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
     else:
         spec.register(job_config.model.name, job_config.fault_tolerance, job_config.experimental.custom_import)
 
+    end_at_exit()  # last, after the handlers of all that is imported
     try:
         titan.run(trainer_class, job_config)
     except JobFinished as over:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -46,12 +47,10 @@ class Lighthouse:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "TITAN_FT_TOKEN": TOKEN, **environ}
             )
-        # Lines of torchft's log may stand between.
-        wait_for(lambda: "reach it" in self.log.read_text(), "the lighthouse")
-        lines = self.log.read_text().splitlines()
-        (line,) = (line for line in lines if line.startswith(ANNOUNCEMENT))
-        (self.access,) = (line for line in lines if "reach it" in line)
-        self.address = LighthouseAddress(line.removeprefix(ANNOUNCEMENT), TOKEN)
+        # Pieces of torchft's log may stand before each line.
+        pattern = re.compile(ANNOUNCEMENT + r"(\S+)\n(?:.*\n)*?.*(only .* reach it.*)\n")
+        found = wait_for(lambda: pattern.search(self.log.read_text()), "the lighthouse")
+        self.address, self.access = LighthouseAddress(found[1], TOKEN), found[2]
         self.port = int(str(self.address).rsplit(":", 1)[1])
 
     def client(self, token: str = TOKEN) -> Any:

@@ -37,6 +37,7 @@ from titan_ft.protocol.member import Member
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.lighthouse import LighthouseAddress, Place
 from titan_ft.system.address import split_address
+from titan_ft.system.process import shut_listener
 from titan_ft.system.seal import add_seal
 from titan_ft.system.threads import call_aside
 from titan_ft.transfer.reach import address_key
@@ -236,6 +237,12 @@ class Seat:
                 quorum_retries=_LIGHTHOUSE_RETRIES,
             )
             self._client = ManagerClient(server.address(), connect_timeout=connect_timeout)
+            # The server's answer, that it knows no such rank, shows that it has accepted the client's connection: one
+            # that waits to be accepted would be reset with the listener.
+            with contextlib.suppress(RuntimeError):
+                self._client._checkpoint_metadata(0, connect_timeout)
+            # Everybody else on this host could end this process at that port.
+            shut_listener(split_address(server.address())[1])
         except Exception as error:  # noqa: BLE001  # torchft's errors have no common type
             # Not from the error, whose text may show the secret.
             raise self._unreachable(CONNECT_SECONDS, error, url) from None

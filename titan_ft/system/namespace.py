@@ -8,7 +8,6 @@ them (Ubuntu's AppArmor rule, a seccomp profile).
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import socket
@@ -84,6 +83,8 @@ def _has_rights() -> bool:
 
 
 def _unshare(flags: int) -> None:
+    import ctypes
+
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(flags) != 0:
         number = ctypes.get_errno()

@@ -150,6 +150,33 @@ def own_sockets() -> Iterator[tuple[int, int]]:
                     yield int(name), status.st_ino
 
 
+def shut_listener(port: int) -> None:
+    """Stop listening at a port of this process, for a server that has no such call of its own.
+
+    Connections that are open stay open.
+    """
+    for descriptor, inode in own_sockets():
+        with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as borrowed:
+            if borrowed is None or borrowed.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and borrowed.getsockname()[1] == port:
+                borrowed.shutdown(socket.SHUT_RDWR)
+
+
+def end_at_exit() -> None:
+    """Let this process end at once where C code calls exit(), without the exit handlers of libraries.
+
+    torchft's manager calls exit() on one of its threads when it is told to kill its process. The
+    handlers of torch then wait for threads, and the process stays, without connections, for ever.
+    Python's own end of a worker, os._exit, calls no handlers either.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # of glibc; the handler that is registered last is called first
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
+
 def sockets_of(pid: int) -> Iterator[int]:
     """Yield the inodes of a process's sockets; none of one that is gone or somebody else's."""
     with contextlib.suppress(OSError):

@@ -29,6 +29,7 @@ from titan_ft.protocol.errors import (
     ReplacedError,
 )
 from titan_ft.protocol.member import UNSEALED, Member
+from titan_ft.system.address import split_address
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 
@@ -956,3 +957,18 @@ def test_nobody_waits_for_a_group_that_it_cannot_reach(seats: Any, monkeypatch: 
     assert [member.slot for member in admission.members] == [0]
     assert [member.slot for member in admission.cut_off] == [1]
     assert told == [3]
+
+
+def test_the_manager_takes_no_other_connection(seats: Any) -> None:
+    """Everybody on the host could kill the process there. Quorums and heartbeats go on, also at a second seat."""
+    members = [seats.take(slot) for slot in (0, 1)]
+    for step in range(2):
+        for member in members:
+            host, port = split_address(member._seat._server.address())
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((host, port), 5.0)
+        assert [quorum.slots for quorum in seats.meet(*members, steps=[step, step])] == [[0, 1]] * 2
+        assert [member.vote(step, True) for member in members] == [True, True]
+        members[0]._seat.take(members[0]._seat.open(members[0].member.renamed("another name")))
+    living = members[1].find_living([member.member for member in members])
+    assert living == {0, 1}
