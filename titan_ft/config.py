@@ -358,6 +358,8 @@ def load_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"config file must be valid TOML, got {path} (not UTF-8 at byte {error.start}); save it as UTF-8"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a key of thousands of parts
+        raise ConfigError(f"config file must be valid TOML, got {path}: {error}; correct it") from error
 
 
 def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from titan_ft.system.text import printable
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
@@ -30,7 +32,7 @@ def grid(rows: Iterable[Sequence[str | Text]]) -> Table:
     for place in range(width):
         table.add_column(no_wrap=place < width - 1, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
@@ -42,7 +44,7 @@ def coloured(text: str, colour: Colour) -> Text:
     """Return a text in one of the colours of an outcome."""
     from rich.text import Text
 
-    return Text(text, style=_STYLES[colour])
+    return Text(printable(text), style=_STYLES[colour])
 
 
 def headline(outcome: Outcome, colour: Colour) -> list[Text]:
@@ -57,7 +59,7 @@ def headline(outcome: Outcome, colour: Colour) -> list[Text]:
         said = "" if reason in named else f"not back: {reason.describe()}"
         log = f"see {reason.log}" if reason.log else ""
         if said or log:
-            lines.append(Text(f"  {'; '.join(part for part in (said, log) if part)}"))
+            lines.append(Text(printable(f"  {'; '.join(part for part in (said, log) if part)}")))
     return lines
 
 

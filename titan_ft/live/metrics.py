@@ -14,6 +14,7 @@ from titan_ft import versions
 from titan_ft.config import ConfigError
 from titan_ft.history.fold.run import RunFold
 from titan_ft.live import status
+from titan_ft.live.figures_server import FiguresServer
 from titan_ft.live.status import Groups
 from titan_ft.run import events as ev
 from titan_ft.system import address
@@ -70,7 +71,7 @@ class MetricsServer:
     """
 
     def __init__(self, fold: RunFold, port: int, host: str = LOOPBACK, run: Mapping[str, str] | None = None) -> None:
-        from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
+        from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 
         disable_created_metrics()  # a series of its own for each counter, which nobody asks for
         registry = CollectorRegistry()
@@ -84,7 +85,7 @@ class MetricsServer:
         self._shown: Groups = {}
         self._differing_steps: set[int] = set()
         try:
-            self._server, self._thread = start_http_server(port, address.usable_bind(host), registry)
+            self._server = FiguresServer(address.usable_bind(host), port, make_wsgi_app(registry))
         except OSError as error:
             raise ConfigError(
                 f"--metrics-port must be a free port of an address of this host, got {host}:{port} ({error.strerror}); "
@@ -101,9 +102,7 @@ class MetricsServer:
 
     def close(self) -> None:
         """Listen no more."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def _define_metrics(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter as PrometheusCounter

@@ -181,7 +181,7 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
     """
     try:
         head = _HEAD.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"must be a JSON object with time and event, got {line[:80]!r}; remove it to read the rest"
         ) from error
@@ -190,7 +190,7 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
         return None
     try:
         event: Event = _decoder(kind).decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(_WRONG_FIELDS.format(head.event, error)) from error
     names, defaults, values_of = _header(kind)
     if True in map(operator.eq, values_of(event), defaults):

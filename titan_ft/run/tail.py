@@ -105,7 +105,11 @@ class EventTail:
         names it.
         """
         events: list[Event] = []
-        for path in sorted(self._folder.glob(self._pattern)):
+        try:
+            paths = sorted(self._folder.glob(self._pattern))
+        except OSError:  # this process has no descriptor left, or a network file system has no answer right now
+            paths = sorted(self._tails)
+        for path in paths:
             for line in self._tails.setdefault(path, FileTail(path, only_grows=True)).poll().splitlines():
                 with contextlib.suppress(ValueError):
                     event = decode(line, *self._wanted)

@@ -1,0 +1,64 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The server of a run's figures, and clients that mean no good."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from titan_ft.live import figures_server
+from titan_ft.live.figures_server import MAX_CLIENTS, FiguresServer
+
+DEADLINE = 30.0  # seconds; only ever reached by a bug
+
+
+def app(environ: Any, start_response: Any) -> Iterable[bytes]:
+    start_response("200 OK", [("Content-Type", "text/plain")])
+    return [b"figures"]
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def server(request: pytest.FixtureRequest) -> Iterator[FiguresServer]:
+    try:
+        made = FiguresServer(request.param, 0, app)
+    except OSError:
+        pytest.skip(f"this host has no {request.param}")
+    yield made
+    made.close()
+
+
+def read(server: FiguresServer) -> bytes:
+    host = f"[{server.server_name}]" if ":" in server.server_name else server.server_name
+    with urllib.request.urlopen(f"http://{host}:{server.server_port}/metrics", timeout=DEADLINE) as answer:
+        text: bytes = answer.read()
+    return text
+
+
+def test_idle_connections_take_no_threads(server: FiguresServer) -> None:
+    """A thousand of them were the end of the launcher, which had no descriptor left. The figures stay there."""
+    before = threading.active_count()
+    with contextlib.ExitStack() as idle:
+        where = server.server_name, server.server_port
+        strangers = [idle.enter_context(socket.create_connection(where, DEADLINE)) for _ in range(300)]
+        for _ in range(3):
+            assert read(server) == b"figures"
+        first = strangers[0]
+        with contextlib.suppress(ConnectionResetError):
+            assert first.recv(1) == b"", "the oldest was closed"
+        assert len(server._clients) <= MAX_CLIENTS + 1
+        assert threading.active_count() <= before + MAX_CLIENTS + 2
+
+
+def test_a_client_that_says_nothing_is_closed(server: FiguresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if no other one comes."""
+    monkeypatch.setattr(figures_server._Handler, "timeout", 0.05)
+    with socket.create_connection((server.server_name, server.server_port), DEADLINE) as stranger:
+        assert stranger.recv(1) == b""
+    assert read(server) == b"figures"
