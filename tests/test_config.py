@@ -364,12 +364,16 @@ def test_load_toml_names_file_and_place(tmp_path: Path) -> None:
     good.write_text("[fault_tolerance]\nenable = true\n")
     assert load_toml(good) == {"fault_tolerance": {"enable": True}}
     (tmp_path / "bad.toml").write_text("[fault_tolerance]\nenable = yes\n")
+    (tmp_path / "digits.toml").write_text("a = " + "9" * 5000 + "\n")
+    (tmp_path / "dots.toml").write_text("a" + ".a" * 1000 + " = 1\n")
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"\n')
     for name, part in {
         "missing.toml": "No such file",
         ".": "Is a directory",
         "bad.toml": "line 2",
         "latin.toml": "not UTF-8",
+        "digits.toml": "4300 digits",
+        "dots.toml": "1000 parts",
     }.items():
         with pytest.raises(ConfigError) as caught:
             load_toml(tmp_path / name)

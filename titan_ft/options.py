@@ -70,6 +70,9 @@ class Launch:
     no_zygote: Annotated[bool, _FLAG] = False
     """Start each worker as a new process, which takes as long as its imports, and has their memory to itself; without
     this, workers are forks of one process that has imported everything."""
+    private_network: Annotated[bool, _FLAG] = False
+    """Give the run a loopback interface of its own, which no other process of this host reaches, and no other network.
+    So data, loggers and weights must be on this host's disks; --metrics-port stays reachable."""
     resume: Annotated[bool, _FLAG] = False
     """Go on from the last checkpoint of the earlier run in --run-dir. TOML, flags and numbers may differ from those of
     its latest launch where that changes neither the arithmetic nor the data."""

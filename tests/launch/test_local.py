@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from titan_ft.launch.lighthouse_keeper import MAX_DEATHS
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, may_replace
 from titan_ft.run.events import GroupLost
 from titan_ft.run.log import EventLog
+from titan_ft.system.address import split_address
+from titan_ft.system.namespace import allow_namespaces
 
 
 def agents_of(pid: int) -> list[int]:
@@ -201,6 +204,23 @@ def test_workers_without_a_zygote_are_new_processes(run: Any) -> None:
     assert launcher.wait(timeout=20) == 0
     assert [event["standby"] for event in run.events("replica_restarted")] == [False]
     assert run.all_gone()
+
+
+@pytest.mark.skipif(bool(allow_namespaces()), reason="this system allows no network namespaces")
+def test_a_private_network_is_reached_by_nobody_else(run: Any) -> None:
+    """Another user of the host finds neither the lighthouse nor a group's store there; the figures stay outside."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launcher = run.launch(replicas=1, private_network=True, metrics_port=str(port))
+    run.worker(0, 0, 0)
+    (started,) = run.events("lighthouse_started")
+    assert os.readlink(f"/proc/{started['lighthouse_pid']}/ns/net") != os.readlink("/proc/self/ns/net")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(split_address(started["address"]), 5.0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30.0) as figures:
+        assert b"titan_ft_groups 1.0" in figures.read()
+    run.order(0, 0, 0, "exit 0")
+    assert launcher.wait(timeout=30) == 0
 
 
 def lighthouse_of(pid: int) -> int | None:

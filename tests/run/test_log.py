@@ -33,7 +33,7 @@ from titan_ft.run.events import (
     WorkerExited,
     WorkerStarted,
 )
-from titan_ft.run.log import EventLog, encode, read_events, read_history
+from titan_ft.run.log import EventLog, decode, encode, read_events, read_history
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import EventTail
 
@@ -95,6 +95,13 @@ def test_lines_are_in_the_file_at_once(tmp_path: Path) -> None:
     process = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.jsonl")], timeout=60, check=False)
     assert process.returncode == -signal.SIGKILL
     assert [event.step for event in read_events(tmp_path) if isinstance(event, Hung)] == list(range(10))
+
+
+def test_an_event_that_is_nested_without_end_is_none() -> None:
+    """msgspec's error for it is no ValueError: it ended `top`, `check` and the launcher."""
+    nested = b'{"time": 1.0, "event": "joined", "participants": ' + b"[" * 100_000
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        decode(nested)
 
 
 def test_threads_and_logs_share_a_file_without_mixing_lines(tmp_path: Path) -> None:

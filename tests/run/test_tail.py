@@ -225,3 +225,21 @@ def test_what_a_writer_could_not_write_is_seen(tmp_path: Path) -> None:
         file.write(b"\n" + encode(build(Hung, time=2.0, step=2)))
     (event,) = tail.poll()
     assert (event.time, tail.cut) == (2.0, {"a.jsonl", "d.jsonl"})
+
+
+def test_a_folder_that_cannot_be_listed_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without a free descriptor ended here, and with the launcher the whole run."""
+    log = EventLog(tmp_path / "a.jsonl")
+    tail = EventTail(tmp_path)
+    log.emit(hung(1))
+    assert steps(tail) == [1]
+    log.emit(hung(2))
+
+    def fail(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as without_descriptors:
+        without_descriptors.setattr(Path, "glob", fail)
+        found = steps(tail)
+    log.emit(hung(3))
+    assert [*found, *steps(tail)] == [2, 3]

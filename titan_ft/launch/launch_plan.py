@@ -73,7 +73,15 @@ OWN_FLAGS = {
 LOAD_STEP = "checkpoint.load_step"
 
 
-LASTING_OPTIONS = ("max_restarts", "lighthouse_port", "spares", "drain_timeout", "no_zygote", "metrics_port")
+LASTING_OPTIONS = (
+    "max_restarts",
+    "lighthouse_port",
+    "spares",
+    "drain_timeout",
+    "no_zygote",
+    "metrics_port",
+    "private_network",
+)
 """Those that hold for a run that is gone on with, too; faults and times are for one launch."""
 
 

@@ -45,6 +45,7 @@ from titan_ft.run.events import (
 )
 from titan_ft.run.log import EventLog
 from titan_ft.run.tail import EventTail, last_error_line
+from titan_ft.system.namespace import allow_namespaces, enter_network_namespace
 from titan_ft.system.stop import StopRequests
 from titan_ft.system.token import TOKEN_ENV
 
@@ -86,6 +87,8 @@ class LocalRun:
         self._metrics = None
         if plan.options.metrics_port:
             self._metrics = MetricsServer.at(self.status.fold, plan.options.metrics_port, plan.labels)
+        if plan.options.private_network:  # after the port of the figures, before any socket and process of the run
+            enter_network_namespace()
         self._curve = None if plan.job_curve is None else JobCurve(plan.job_curve, lambda text: self.view.error(text))
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
         # The token is not on any command line, where other users of the host could read it.
@@ -502,6 +505,13 @@ class LocalRun:
         return _End(1, reason, own_failure=True)
 
 
+def _allow_private_network() -> None:
+    if refusal := allow_namespaces():
+        raise ConfigError(
+            f"--private-network needs a network namespace, got {refusal}; leave it out, or let this user make one"
+        )
+
+
 def launch(plan: LaunchPlan) -> int:
     """Carry out a plan; Ctrl-C, SIGTERM and a closed terminal end everything that it started.
 
@@ -512,6 +522,8 @@ def launch(plan: LaunchPlan) -> int:
     others = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) != signal.SIG_IGN]
     stop = StopRequests(signal.SIGINT, *others)
     plan.check_not_in_use()  # again: the check of the config takes seconds
+    if plan.options.private_network:  # while this process has one thread
+        _allow_private_network()
     run = LocalRun(plan, stop)
     try:
         run.check()

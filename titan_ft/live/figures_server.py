@@ -66,9 +66,12 @@ class FiguresServer(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a client on a thread of its own."""
+        oldest = None
         with self._lock:
+            if len(self._clients) == MAX_CLIENTS:
+                oldest = next(iter(self._clients))
+                del self._clients[oldest]
             self._clients[request] = None
-            oldest = next(iter(self._clients)) if len(self._clients) > MAX_CLIENTS else None
         if oldest is not None:
             with contextlib.suppress(OSError):  # it has ended: its thread closes it
                 oldest.shutdown(socket.SHUT_RDWR)

@@ -18,6 +18,7 @@ from titan_ft.history.terminal import clock
 from titan_ft.live import status
 from titan_ft.run import events as ev
 from titan_ft.run.paths import RunPaths
+from titan_ft.system.text import printable
 
 RATE_SECONDS = 60.0
 """The tokens per second are those of this time before the last step."""
@@ -160,6 +161,7 @@ class RunStatus:
         states, commit = self.states, self.fold.commit
         self.fold.observe(event)
         line = status.describe(states, self.fold, event)
+        line = None if line is None else printable(line)
         if isinstance(event, ev.StepCommitted):
             line = self._take_step(commit)
         of_launch = _OF_LAUNCH.get(type(event))
