@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_ft.system import namespace
 from titan_ft.system.namespace import allow_namespaces, enter_network_namespace
 from titan_ft.system.threads import call_aside
 
@@ -74,13 +75,32 @@ def test_a_thread_has_a_loopback_of_its_own(user: int, tmp_path: Path) -> None:
     assert own_file.stat().st_uid == user
 
 
+def test_the_rights_last_through_an_exec(tmp_path: Path) -> None:
+    """A lighthouse replaces its process now and then. Linux allows 32 user namespaces inside one another."""
+    user = os.getuid() or 12345  # root needs no user namespace
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o777)
+    refused, status = tmp_path / "refused", tmp_path / "status"
+
+    def call() -> None:
+        if refusal := allow_namespaces():
+            refused.write_text(refusal)
+        else:
+            os.execv("/bin/sh", ["sh", "-c", f"cat /proc/self/status > {status}"])
+
+    in_child(call, user)
+    if refused.exists():
+        pytest.skip(f"this system allows no network namespaces: {refused.read_text()}")
+    assert namespace.has_rights(status.read_text())
+
+
 def test_a_refusal_is_said_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Ubuntu with its AppArmor rule, and in most containers."""
 
-    def refuse(flags: int) -> None:
+    def refuse(name: str, *arguments: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("titan_ft.system.namespace._unshare", refuse)
+    monkeypatch.setattr("titan_ft.system.namespace._call", refuse)
     before = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user")]
     assert allow_namespaces() == "Operation not permitted"
     assert [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user")] == before

@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from titan_ft.launch.greeting import Greeting, Verdict
+from titan_ft.launch.greeting import Admission, Greeting
 
 MAX_UNKNOWN = 512
 """Connections that have not shown the secret. For one more, the oldest is closed."""
@@ -165,14 +165,14 @@ class Gate:
             self._drop(end)
             return
         end.received += block
-        verdict = self._greeting.judge(end.received)
-        if verdict is Verdict.REFUSE:
+        admission = self._greeting.judge(end.received)
+        if admission is Admission.REFUSE:
             if end.received.startswith(b"GET "):
                 with contextlib.suppress(OSError):  # it is closed in any case
                     end.socket.send(FORBIDDEN)
             self._refuse(end, "a connection that does not show the run's secret (another TITAN_FT_TOKEN?)")
-        elif verdict is not Verdict.MORE:
-            self._welcome(end, holds=verdict is Verdict.HOLD)
+        elif admission is not Admission.MORE:
+            self._welcome(end, holds=admission is Admission.HOLD)
 
     def _welcome(self, end: _End, *, holds: bool) -> None:
         del self._unknown[end]

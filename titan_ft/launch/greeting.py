@@ -50,7 +50,7 @@ _HUFFMAN = {
 _PATHS = (b"/", b"/status", HOLD.encode())
 
 
-class Verdict(enum.Enum):
+class Admission(enum.Enum):
     """What becomes of a connection."""
 
     MORE = "more"
@@ -78,47 +78,47 @@ class Greeting:
         self._last_bits = bits[8 * whole :]
         self._bearer = f"Bearer {secret}".encode()
 
-    def judge(self, received: bytes) -> Verdict:
+    def judge(self, received: bytes) -> Admission:
         """Judge all bytes that a connection has sent until now."""
         begins_http2 = _PREFACE.startswith(received[: len(_PREFACE)])
         if not begins_http2 and not b"GET ".startswith(received[:4]):
-            return Verdict.REFUSE
+            return Admission.REFUSE
         try:
-            verdict = self._judge_frames(received) if begins_http2 else self._judge_request(received)
+            admission = self._judge_frames(received) if begins_http2 else self._judge_request(received)
         except (IndexError, ValueError):  # no HTTP
-            return Verdict.REFUSE
-        if verdict is Verdict.MORE and len(received) >= MAX_BYTES:
-            return Verdict.REFUSE
-        return verdict
+            return Admission.REFUSE
+        if admission is Admission.MORE and len(received) >= MAX_BYTES:
+            return Admission.REFUSE
+        return admission
 
-    def _judge_request(self, received: bytes) -> Verdict:
+    def _judge_request(self, received: bytes) -> Admission:
         """Judge an HTTP/1 request. Only GET of few paths passes, once a connection: the lighthouse's POST kills."""
         head, end, rest = received.partition(b"\r\n\r\n")
         if not end:
-            return Verdict.MORE
+            return Admission.MORE
         request, *lines = head.split(b"\r\n")
         _, path, _ = request.split(b" ")
         fields = dict(_split_field(line) for line in lines)
         shown = hmac.compare_digest(fields.get(b"authorization", b""), self._bearer)
         if not shown or rest or path not in _PATHS or fields.get(b"connection", b"").lower() != b"close":
-            return Verdict.REFUSE
-        return Verdict.HOLD if path == HOLD.encode() else Verdict.PASS
+            return Admission.REFUSE
+        return Admission.HOLD if path == HOLD.encode() else Admission.PASS
 
-    def _judge_frames(self, received: bytes) -> Verdict:
+    def _judge_frames(self, received: bytes) -> Admission:
         """Judge HTTP/2: the preface, settings, then the headers of a request."""
         start = len(_PREFACE)
         while len(received) >= start + _FRAME_HEADER:
             length = int.from_bytes(received[start : start + 3], "big")
             kind, flags = received[start + 3], received[start + 4]
             if length > _MAX_FRAME or kind not in (_HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE):
-                return Verdict.REFUSE
+                return Admission.REFUSE
             body = received[start + _FRAME_HEADER : start + _FRAME_HEADER + length]
             if len(body) < length:
-                return Verdict.MORE
+                return Admission.MORE
             if kind == _HEADERS:
-                return Verdict.PASS if self._is_member(body, flags) else Verdict.REFUSE
+                return Admission.PASS if self._is_member(body, flags) else Admission.REFUSE
             start += _FRAME_HEADER + length
-        return Verdict.MORE
+        return Admission.MORE
 
     def _is_member(self, body: bytes, flags: int) -> bool:
         if not flags & _END_HEADERS:

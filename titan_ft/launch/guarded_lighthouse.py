@@ -82,7 +82,7 @@ class GuardedLighthouse:
         def serve() -> None:
             try:
                 gate, server = start()
-            except (RuntimeError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  # without it, the other thread would wait for ever
                 started.set_exception(error)
                 return
             started.set_result((gate, server))

@@ -8,16 +8,21 @@ them (Ubuntu's AppArmor rule, a seccomp profile).
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import socket
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # linux/sched.h
 _SIOCSIFFLAGS, _UP_AND_LOOPBACK = 0x8914, 0x41 | 0x8  # linux/sockios.h, linux/if.h
-_SYS_ADMIN = 1 << 21  # linux/capability.h: CAP_SYS_ADMIN
+_CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # linux/capability.h
+_CAPABILITY_HEADER = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3; 0 = this thread
+_CAPABILITY_DATA = struct.Struct("=6I")  # effective, permitted, inheritable of 0 to 31; then those of 32 to 63
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 47, 2  # linux/prctl.h
 
 
 def allow_namespaces() -> str:
@@ -29,7 +34,7 @@ def allow_namespaces() -> str:
     if sys.platform != "linux":
         return f"{sys.platform} has no network namespaces"
     refusal = _try_in_child()
-    if not refusal and not _has_rights():
+    if not refusal and not _have_rights():
         _enter_user_namespace()
     return refusal
 
@@ -42,7 +47,7 @@ def enter_network_namespace() -> None:
     Raises:
         OSError: the system does not allow it (see `allow_namespaces`).
     """
-    _unshare(_NEW_NETWORK)
+    _call("unshare", _NEW_NETWORK)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _UP_AND_LOOPBACK))
 
@@ -53,7 +58,7 @@ def _try_in_child() -> str:
     child = os.fork()
     if child == 0:
         try:
-            if not _has_rights():
+            if not _have_rights():
                 _enter_user_namespace()
             enter_network_namespace()
         except OSError as error:
@@ -70,22 +75,45 @@ def _try_in_child() -> str:
 def _enter_user_namespace() -> None:
     """Enter a user namespace in which this process's user and group have their numbers."""
     uid, gid = os.geteuid(), os.getegid()
-    _unshare(_NEW_USER)
+    _call("unshare", _NEW_USER)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    _keep_rights_after_exec()
 
 
-def _has_rights() -> bool:
-    status = Path("/proc/self/status").read_text()
+def has_rights(status: str) -> bool:
+    """True if a process may make network namespaces, by the text of its /proc/PID/status."""
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
-    return bool(int(effective, 16) & _SYS_ADMIN)
+    return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
 
 
-def _unshare(flags: int) -> None:
-    import ctypes
+def _have_rights() -> bool:
+    return has_rights(Path("/proc/self/status").read_text())
 
+
+def _keep_rights_after_exec() -> None:
+    """Keep the right to make network namespaces for when this process replaces itself by exec.
+
+    Without it, each replacement would enter one more user namespace inside the last one, and Linux
+    allows 32 levels.
+    """
+    data = ctypes.create_string_buffer(_CAPABILITY_DATA.size)
+    _call("capget", _CAPABILITY_HEADER, data)
+    effective, permitted, inheritable, *later = _CAPABILITY_DATA.unpack(data.raw)
+    inheritable |= 1 << _CAP_NET_ADMIN | 1 << _CAP_SYS_ADMIN
+    _call("capset", _CAPABILITY_HEADER, _CAPABILITY_DATA.pack(effective, permitted, inheritable, *later))
+    for capability in (_CAP_NET_ADMIN, _CAP_SYS_ADMIN):
+        _call("prctl", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, capability, 0, 0)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call a function of the C library.
+
+    Raises:
+        OSError: it failed.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(flags) != 0:
+    if getattr(libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
