@@ -23,6 +23,7 @@ from typing import Any
 from torchft.coordination import LighthouseClient
 
 from benchmarks.run import progress
+from titan_ft.launch.gate import raise_descriptor_limit
 from titan_ft.membership.pulse import Status
 from titan_ft.protocol.member import Member
 from titan_ft.system.threads import call_for_each
@@ -63,6 +64,7 @@ def measure(num_groups: int, num_former: int, num_quorums: int = QUORUMS) -> dic
         (`cpu`); `page_mb`, and milliseconds of its reader's CPU (`page_cpu`); `memory_mb` of the server.
     """
     command = [sys.executable, "-c", _SERVER, "lighthouse", "--bind", "127.0.0.1:0"]
+    raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
         process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
         stack.callback(process.wait)
@@ -135,11 +137,15 @@ def _make_quorums(groups: Sequence[LighthouseClient], names: Sequence[str], num_
 
     def ask(slot: int) -> None:
         own = []
-        for step in range(num_quorums):
-            barrier.wait()
-            began = time.monotonic()
-            groups[slot].quorum(names[slot], _LIMIT, step=step)
-            own.append((began, time.monotonic()))
+        try:
+            for step in range(num_quorums):
+                barrier.wait()
+                began = time.monotonic()
+                groups[slot].quorum(names[slot], _LIMIT, step=step)
+                own.append((began, time.monotonic()))
+        except RuntimeError:  # torchft's, or of a barrier that another group broke
+            barrier.abort()  # the other groups would wait for this one for ever
+            raise
         times.append(own)
 
     call_for_each(ask, range(len(groups)), "ask", len(groups))

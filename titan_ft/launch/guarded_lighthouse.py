@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from titan_ft.launch.gate import Gate, raise_descriptor_limit
+from titan_ft.launch.gate import Gate
 from titan_ft.system.namespace import enter_network_namespace
 from titan_ft.system.seal import lighthouse_secret
 from titan_ft.system.token import TOKEN_ENV
@@ -69,7 +69,6 @@ class GuardedLighthouse:
     ) -> None:
         self.port: int = listener.getsockname()[1]
         self._refusal = refusal
-        raise_descriptor_limit()
         started = Future[tuple[Gate, Any]]()
 
         def start() -> tuple[Gate, Any]:

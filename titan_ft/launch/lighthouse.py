@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.gate import BACKLOG
+from titan_ft.launch.gate import BACKLOG, raise_descriptor_limit
 from titan_ft.launch.guarded_lighthouse import GuardedLighthouse, OpenLighthouse
 from titan_ft.launch.succession import Succession
 from titan_ft.membership.pulse import StatusPage
@@ -146,6 +146,7 @@ def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests, token:
         ConfigError: it cannot listen where it should, or not announce itself.
     """
     bind = join_address(host, port)
+    raise_descriptor_limit()  # torchft's accept loop ends for good when it has no descriptor left
     served: GuardedLighthouse | OpenLighthouse
     try:
         if token:
