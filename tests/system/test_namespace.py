@@ -41,13 +41,19 @@ def in_child(call: Callable[[], None], user: int) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+def open_to_all(folder: Path) -> None:
+    """Let another user write a folder of pytest's, which only this user may enter."""
+    folder.chmod(0o777)
+    for above in folder.parents[:3]:
+        above.chmod(above.stat().st_mode | 0o011)
+
+
 @pytest.mark.parametrize("user", [os.getuid(), 12345])
 def test_a_thread_has_a_loopback_of_its_own(user: int, tmp_path: Path) -> None:
     """The rest of the process stays outside, and its files stay those of its user."""
     if user != os.getuid() and os.getuid() != 0:
         pytest.skip("only root can be another user")
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(0o777)
+    open_to_all(tmp_path)
     own_file, refused = tmp_path / "file", tmp_path / "refused"
 
     def listen() -> int:
@@ -78,8 +84,7 @@ def test_a_thread_has_a_loopback_of_its_own(user: int, tmp_path: Path) -> None:
 def test_the_rights_last_through_an_exec(tmp_path: Path) -> None:
     """A lighthouse replaces its process now and then. Linux allows 32 user namespaces inside one another."""
     user = os.getuid() or 12345  # root needs no user namespace
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(0o777)
+    open_to_all(tmp_path)
     refused, status = tmp_path / "refused", tmp_path / "status"
 
     def call() -> None:

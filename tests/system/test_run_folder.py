@@ -35,7 +35,7 @@ def test_a_folder_of_ones_own_is_taken(folder: Path, capfd: pytest.CaptureFixtur
     (folder / "config.toml").touch()
     check_run_folder(folder)
     check_run_folder(folder / "none")
-    assert capfd.readouterr().err == ""
+    assert str(folder) not in capfd.readouterr().err
 
 
 @as_root
@@ -55,6 +55,31 @@ def test_a_folder_of_another_user_is_refused(folder: Path, planted: str) -> None
         check_run_folder(folder)
 
 
+@as_root
+def test_a_link_of_another_user_is_refused(folder: Path) -> None:
+    """Its owner can point it elsewhere at any moment."""
+    link = folder.parent / "link"
+    link.symlink_to(folder)
+    check_run_folder(link)
+    os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=rf"{link} belongs to user {NOBODY}"):
+        check_run_folder(link)
+
+
+@pytest.mark.parametrize(("mode", "num_lines"), [(0o777, 1), (0o1777, 0), (0o755, 0)])
+def test_a_folder_above_that_everybody_may_write_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: int, num_lines: int
+) -> None:
+    """Every user may rename the run's folder there, and make another one of its name."""
+    above = tmp_path / "above"
+    folder = above / "runs" / "1"
+    folder.mkdir(parents=True)
+    above.chmod(mode)
+    check_run_folder(folder)
+    lines = [line for line in capfd.readouterr().err.splitlines() if f"{above} " in line]
+    assert len(lines) == num_lines
+
+
 @pytest.mark.parametrize(("mode", "is_refused"), [(0o777, True), (0o757, True), (0o1777, False)])
 def test_a_folder_that_everybody_may_write_is_refused(folder: Path, mode: int, is_refused: bool) -> None:
     """But for one with the sticky bit."""
@@ -71,7 +96,7 @@ def test_a_folder_that_the_group_may_write_is_one_line(folder: Path, capfd: pyte
     """It is common with the umask 002."""
     folder.chmod(0o775)
     check_run_folder(folder)
-    assert capfd.readouterr().err.count("\n") == 1
+    assert capfd.readouterr().err.count(f"the group may write {folder}") == 1
 
 
 def test_a_file_server_that_maps_this_user_is_no_stranger(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

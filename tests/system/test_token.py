@@ -74,6 +74,21 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
         read_token({"TITAN_FT_TOKEN_FILE": str(file)})
 
 
+def test_a_file_server_that_maps_this_user_is_no_stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Root is nobody on most of them. The mode counts as for any other file of this user."""
+    file = tmp_path / "token"
+    file.write_text(LONG)
+    file.chmod(0o400)
+    mapped = file.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: mapped + 1)
+    monkeypatch.setattr("titan_ft.system.ownership.ROOT", mapped + 2)
+    monkeypatch.setattr("titan_ft.system.token.ROOT", mapped + 2)
+    assert read_token({"TITAN_FT_TOKEN_FILE": str(file)}) == LONG
+    file.chmod(0o440)
+    with pytest.raises(ConfigError, match="mode 440"):
+        read_token({"TITAN_FT_TOKEN_FILE": str(file)})
+
+
 def test_a_file_of_root_may_be_read_by_the_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """So Kubernetes hands a Secret to a pod of another user, which is alone in that group."""
     found = os.stat_result((0o100440, 0, 0, 1, 0, 1000, 0, 0, 0, 0))

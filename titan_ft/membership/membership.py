@@ -78,6 +78,7 @@ _OFTEN = 4
 # Pause between two looks of a lone group at the page, for groups that ask: the longer one of these two.
 _LOOK_TIMEOUTS = 0.1  # heartbeat timeouts
 _LOOK_SHARE = 0.02  # of a step
+_STRANGER_PAUSE_SECONDS = 600.0  # between two reports of strangers for the same reason
 _NAME_LETTERS = 500  # of a stranger's name that are reported; it may have four million
 _CONNECTING_TIMES_IN_RESERVE = 2  # admit a joiner only if this many times of the last connecting remain in the step
 
@@ -167,7 +168,7 @@ class Membership:
         self._former: tuple[int, Sequence[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
         self._has_met = False  # other groups in a quorum, or waited in vain for those in `_donors`
         self._donors: tuple[int, ...] = ()  # slots of the groups that offered the state which this group fetches
-        self._reported: set[str] = set()  # reasons why names were set aside
+        self._stranger_times: dict[str, float] = {}  # of the last report of each reason
         self._counterparts: dict[int, Peer] = {}  # of this rank in the last quorum, by slot
         self._failures = 0  # votes in a row that failed
         self._closed = False
@@ -576,18 +577,19 @@ class Membership:
         return set() if donors.intersection(there) else donors
 
     def _report_strangers(self, admission: Admission) -> None:
-        """Report one stranger for each reason, once, on one rank of the group.
+        """Report one stranger for each reason in ten minutes, on one rank of the group.
 
         A stranger may come under a new name each time. One line for each name would fill the disk.
         """
         if self._group_rank != 0:
             return
         for name, reason in admission.strangers.items():
-            if reason in self._reported:
+            now = time.monotonic()
+            if now < self._stranger_times.get(reason, -math.inf) + _STRANGER_PAUSE_SECONDS:
                 continue
-            self._reported.add(reason)
+            self._stranger_times[reason] = now
             shown = printable(name, _NAME_LETTERS)
-            logger.warning("left aside at the lighthouse: member %r, because %s", shown, reason)
+            logger.warning("left aside at the lighthouse: member %s, because %s", shown, reason)
             self._events.emit(ForeignMember(member=shown, reason=reason))
 
     # Members that fall silent, or go on without this group

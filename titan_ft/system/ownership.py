@@ -34,28 +34,40 @@ def write_for_owner_only() -> None:
     os.umask(os.umask(0o077) | 0o022)
 
 
+def find_own_users(folder: Path, owner: int) -> set[int]:
+    """Return the users whose files in a folder are this process's own, or root's.
+
+    A file server that maps root to nobody, or a user namespace, shows this user's files under
+    another user. A new file in the folder shows which user that is.
+
+    Args:
+        owner: user whose file is looked at; the new file is made only if that user is another one.
+    """
+    ours = {os.geteuid(), ROOT}
+    if owner in ours:
+        return ours
+    try:
+        with tempfile.TemporaryFile(dir=folder) as own:
+            ours.add(os.fstat(own.fileno()).st_uid)
+    except OSError:
+        pass  # such as PermissionError: this user makes no files there
+    return ours
+
+
 def find_stranger(folder: Path) -> tuple[Path, int] | None:
     """Return the folder or its first entry that belongs to another user, and that user.
 
     Returns None if everything belongs to this user or to root. For a link, the owner of the link
-    counts, not the owner of its target.
+    counts, not the owner of its target. Whoever owns a link to the folder can point it elsewhere.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    ours = {os.geteuid(), ROOT}
     owner = folder.stat().st_uid
-    if owner not in ours:
-        # A file server that maps root to nobody, or a user namespace, shows this user's files under
-        # another user. A new file shows which user that is.
-        try:
-            with tempfile.TemporaryFile(dir=folder) as own:
-                ours.add(os.fstat(own.fileno()).st_uid)
-        except OSError:
-            # Such as PermissionError: entries of another user's folder may still be open to all.
-            return folder, owner
-    if owner not in ours:
-        return folder, owner
+    ours = find_own_users(folder, owner)
+    for found in (owner, folder.lstat().st_uid):
+        if found not in ours:
+            return folder, found
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             owner = entry.stat(follow_symlinks=False).st_uid

@@ -7,6 +7,7 @@ Whoever writes there decides what the run trains, and may have it overwrite file
 
 from __future__ import annotations
 
+import contextlib
 import stat
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ from titan_ft.system.ownership import find_stranger, is_open_to_all
 def check_run_folder(folder: Path, option: str = "--run-dir") -> None:
     """Refuse a folder of another user, and a folder that every user may write.
 
-    If the group may write the folder, one line on stderr says so: the umask 002 is common.
+    One line on stderr says that the group may write the folder: the umask 002 is common. Another one
+    names a folder above it in which every user may replace it: an administrator, or Kubernetes, has
+    made that folder, and this user cannot always choose another one.
 
     Args:
         option: names the folder's option in the error.
@@ -34,12 +37,21 @@ def check_run_folder(folder: Path, option: str = "--run-dir") -> None:
     rule = f"{option} must be yours alone, got {folder}"
     if stranger is not None:
         path, owner = stranger
-        raise ConfigError(f"{rule}, where {path} belongs to user {owner}; give another folder, or chown it")
+        raise ConfigError(
+            f"{rule}, where {path} belongs to user {owner}; give another folder, chown it, or run as that user"
+        )
     if is_open_to_all(mode):
         mode_text = f"{stat.S_IMODE(mode):o}"
         raise ConfigError(f"{rule}, which every user may write (mode {mode_text}); chmod o-w it")
     if mode & stat.S_IWGRP:
-        print(
-            f"titan_ft: the group may write {folder}, and so change this run; chmod g-w it",
-            file=sys.stderr,
-        )
+        _warn(f"the group may write {folder}, and so change this run; chmod g-w it")
+    for above in folder.resolve().parents:
+        with contextlib.suppress(OSError):  # a folder that may be passed through, and not be read
+            mode = above.stat().st_mode
+            if is_open_to_all(mode):
+                mode_text = f"{stat.S_IMODE(mode):o}"
+                _warn(f"every user may write {above} (mode {mode_text}), and so replace this run's folder; chmod +t it")
+
+
+def _warn(text: str) -> None:
+    print(f"titan_ft: {text}", file=sys.stderr)

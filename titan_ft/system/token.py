@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titan_ft.config import ConfigError
-from titan_ft.system.ownership import ROOT
+from titan_ft.system.ownership import ROOT, find_own_users
 
 TOKEN_ENV = "TITAN_FT_TOKEN"
 TOKEN_FILE_ENV = "TITAN_FT_TOKEN_FILE"
@@ -66,9 +66,9 @@ def check_private(path: Path, found: os.stat_result, option: str) -> None:
         ConfigError: one can.
     """
     rule = f"{option} must be readable by you alone, got"
-    if found.st_uid not in (os.geteuid(), ROOT):
+    if found.st_uid not in find_own_users(path.parent, found.st_uid):
         raise ConfigError(f"{rule} {path}, which belongs to user {found.st_uid}; copy it to a file of yours")
     mode = stat.S_IMODE(found.st_mode)
-    is_mine = found.st_uid == os.geteuid()
+    is_mine = found.st_uid != ROOT or os.geteuid() == ROOT
     if mode & (stat.S_IRWXO | stat.S_IWGRP) or (is_mine and mode & stat.S_IRGRP):
         raise ConfigError(f"{rule} mode {mode:o} of {path}; chmod 600 it")

@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from tests.replica.conftest import TOKEN, FakeProbe
-from titan_ft.membership import rendezvous
+from titan_ft.membership import membership, rendezvous
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.seat import Reply
 from titan_ft.protocol.errors import (
@@ -28,7 +28,7 @@ from titan_ft.protocol.errors import (
     LighthouseError,
     ReplacedError,
 )
-from titan_ft.protocol.member import UNSEALED, Member
+from titan_ft.protocol.member import UNSEALED, Admission, Member
 from titan_ft.system.address import split_address
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
@@ -408,6 +408,20 @@ def test_one_rank_of_a_group_names_a_stranger(seats: Any, stranger: Stranger) ->
     ranks = seats.take_group(0)
     assert [quorum.slots for quorum in seats.meet(*ranks)] == [[0], [0]]
     assert [len(rank._events.named("foreign_member")) for rank in ranks] == [1, 0]
+
+
+def test_strangers_are_reported_again_after_a_pause(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line for each reason, whatever the strangers' names; control characters are escaped once."""
+    seat = seats.take(0)
+    now = 1000.0
+    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=lambda: now))
+    for number in range(3):
+        seat._report_strangers(Admission((), {f"forged-{number}\x1b": "its seal is wrong"}))
+    seat._report_strangers(Admission((), {"other": "of another job"}))
+    now += membership._STRANGER_PAUSE_SECONDS
+    seat._report_strangers(Admission((), {"forged-3": "its seal is wrong"}))
+    members = [event["member"] for event in seat._events.named("foreign_member")]
+    assert members == ["forged-0\\x1b", "other", "forged-3"]
 
 
 def test_a_member_that_dies_before_the_process_group_stands(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
