@@ -44,7 +44,7 @@ REMOVED = {
     "events_folder": ("it is always events, below job.dump_folder", "remove it"),
     "finish_timeout_seconds": ("it is always 60 s", "remove it"),
     "heartbeat_interval_ms": (
-        "it is always a tenth of heartbeat_timeout_ms",
+        "it is a tenth of heartbeat_timeout_ms, and more from 65 groups on",
         "remove it, or set heartbeat_timeout_ms",
     ),
     "max_exchange_retries": ("it is always 10", "remove it"),

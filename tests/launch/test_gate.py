@@ -115,7 +115,8 @@ def test_members_pass_and_strangers_do_not(start: Callable[..., Lighthouse]) -> 
     assert [*lighthouse.heartbeats()] == ["member"]
     assert answers(str(lighthouse.address), TOKEN, DEADLINE)
     assert not answers(str(lighthouse.address), "", DEADLINE)
-    assert LighthouseAddress(str(lighthouse.address), "another token").refuses(DEADLINE)
+    for token in ("", "another token"):
+        assert LighthouseAddress(str(lighthouse.address), token).refuses(DEADLINE)
     assert not lighthouse.address.refuses(DEADLINE)
     kill = urllib.request.Request(f"{lighthouse.address}/replica/member/kill", headers=lighthouse.address.headers)
     kill.method = "POST"

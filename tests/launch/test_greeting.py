@@ -114,7 +114,8 @@ def test_a_stranger_is_refused(shown: bytes) -> None:
         PREFACE + headers(b"x", kind=0),
         PREFACE + headers(b"x", kind=9),
         PREFACE + b"\x00\x40\x01\x04\x00" + bytes(MAX_BYTES),
-        PREFACE + SETTINGS * 400,
+        PREFACE + SETTINGS * 8,
+        hello(METHOD * 8 + authority(SECRET)),  # pseudo-headers come first, and there are four
         hello(b"\x41\xff\xff\xff\xff\xff\xff\x7f"),
         hello(b"\x7f\xff\xff\xff\xff\xff\xff\xff"),
         hello(b"\x41\x82\x00"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -109,3 +110,13 @@ def test_a_refusal_is_said_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     before = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user")]
     assert allow_namespaces() == "Operation not permitted"
     assert [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user")] == before
+
+
+def test_a_system_that_ends_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a seccomp profile may: only the child that tries is ended, and that is a refusal."""
+
+    def end(name: str, *arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGSYS)
+
+    monkeypatch.setattr("titan_ft.system.namespace._call", end)
+    assert allow_namespaces() == f"wait status {int(signal.SIGSYS)}"

@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from titan_ft.launch.greeting import Admission, Greeting
+from titan_ft.launch.greeting import MAX_BYTES, Admission, Greeting
 
 MAX_UNKNOWN = 512
 """Connections that have not shown the secret. For one more, the oldest is closed."""
@@ -86,8 +86,8 @@ class Gate:
         self._poll.register(self._wakeup, select.EPOLLIN)
 
     def close(self) -> None:
-        """Let `run` return; any thread."""
-        os.write(self._wakes, b"\0")
+        """Let `run` return; any thread, once."""
+        os.close(self._wakes)
 
     def run(self) -> None:
         """Serve until `close` is called, and then close all connections."""
@@ -156,7 +156,8 @@ class Gate:
     def _greet(self, end: _End) -> None:
         """Read the first bytes of a connection."""
         try:
-            block = end.socket.recv(_BLOCK_BYTES)
+            # No more than is judged: what follows waits in the kernel.
+            block = end.socket.recv(MAX_BYTES - len(end.received))
         except BlockingIOError:
             return
         except OSError:

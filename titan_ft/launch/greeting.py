@@ -21,12 +21,13 @@ HOLD = "/hold"
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _FRAME_HEADER = 9  # bytes
-_MAX_FRAME = 16384  # a peer that has no settings of the other end's yet may send no larger one
+_MAX_FRAMES = 8  # up to the first HEADERS. torchft's client sends two before it
+_MAX_FIELDS = 8  # up to :authority. RFC 9113 has at most four pseudo-headers, and they come first
 _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 1, 4, 6, 8  # types of frames
 _END_HEADERS, _PADDED, _PRIORITY = 0x4, 0x8, 0x20  # flags of a HEADERS frame
 _PRIORITY_BYTES = 5
 _AUTHORITY = 1  # place of :authority in HPACK's static table
-_MAX_SHIFT = 21  # of an integer's last byte: no length in a block of 16 KiB needs more
+_MAX_SHIFT = 21  # of an integer's last byte: no length in a frame of MAX_BYTES needs more
 # RFC 7541, appendix B, as far as a secret and the @ after it need it.
 _HUFFMAN = {
     "0": "00000",
@@ -107,10 +108,14 @@ class Greeting:
     def _judge_frames(self, received: bytes) -> Admission:
         """Judge HTTP/2: the preface, settings, then the headers of a request."""
         start = len(_PREFACE)
-        while len(received) >= start + _FRAME_HEADER:
+        # Without a limit, a stranger's many empty frames would be read again for each byte that
+        # arrives, and the members would wait meanwhile.
+        for _ in range(_MAX_FRAMES):
+            if len(received) < start + _FRAME_HEADER:
+                return Admission.MORE
             length = int.from_bytes(received[start : start + 3], "big")
             kind, flags = received[start + 3], received[start + 4]
-            if length > _MAX_FRAME or kind not in (_HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE):
+            if length > MAX_BYTES or kind not in (_HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE):
                 return Admission.REFUSE
             body = received[start + _FRAME_HEADER : start + _FRAME_HEADER + length]
             if len(body) < length:
@@ -118,7 +123,7 @@ class Greeting:
             if kind == _HEADERS:
                 return Admission.PASS if self._is_member(body, flags) else Admission.REFUSE
             start += _FRAME_HEADER + length
-        return Admission.MORE
+        return Admission.REFUSE
 
     def _is_member(self, body: bytes, flags: int) -> bool:
         if not flags & _END_HEADERS:
@@ -152,13 +157,15 @@ def _find_authorities(block: bytes) -> Iterator[tuple[bytes, bool]]:
     """Yield the literal values of :authority in a connection's first header block, and whether each is Huffman-coded.
 
     The dynamic table of HPACK (RFC 7541) is empty before the first block, and a value that the table
-    holds comes from an earlier literal of the same block.
+    holds comes from an earlier literal of the same block. Only the first fields are read.
 
     Raises:
         IndexError, ValueError: the block is not well formed.
     """
     place = 0
-    while place < len(block):
+    for _ in range(_MAX_FIELDS):
+        if place >= len(block):
+            return
         first = block[place]
         if first & 0x80:  # an indexed field
             _, place = _read_integer(block, place, 7)

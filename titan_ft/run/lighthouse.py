@@ -158,9 +158,10 @@ class LighthouseAddress:
         return text.replace(self._secret, "...") if self._secret else text
 
     def refuses(self, seconds: float) -> bool:
-        """True if the lighthouse's gate says that this run's secret is wrong. Only HTTP/1 gets that answer."""
-        if not self._secret:
-            return False
+        """True if the lighthouse's gate says that this run's secret is wrong, or that it needs one.
+
+        Only HTTP/1 gets that answer.
+        """
         try:
             with open_page(str(self), "/status", self._secret, seconds):
                 return False

@@ -61,15 +61,17 @@ def _try_in_child() -> str:
             if not _have_rights():
                 _enter_user_namespace()
             enter_network_namespace()
+            os._exit(0)
         except OSError as error:
             os.write(writes, os.fsencode(error.strerror or str(error)))
         finally:
-            os._exit(0)
+            os._exit(1)
     os.close(writes)
     with open(reads, encoding="utf-8", errors="replace") as answer:
         refusal = answer.read()
-    os.waitpid(child, 0)
-    return refusal
+    _, status = os.waitpid(child, 0)
+    # A seccomp profile may end a process that calls unshare.
+    return refusal or (f"wait status {status}" if status else "")
 
 
 def _enter_user_namespace() -> None:
