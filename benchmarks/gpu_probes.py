@@ -84,11 +84,11 @@ class _Membership:
     def __init__(self, process_group: Any, quorum: Quorum) -> None:
         self.process_group, self._quorum, self.timeout = process_group, quorum, _TIMEOUT
 
-    def wait(self) -> Quorum:
+    def await_quorum(self) -> Quorum:
         """Return the quorum."""
         return self._quorum
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+    def watch_exchange(self) -> contextlib.AbstractContextManager[None]:
         """Watch over nobody: the probe has a deadline."""
         return contextlib.nullcontext()
 

@@ -47,11 +47,11 @@ class Seat:
         self.process_group = AbortableNccl(TIMEOUT)
         self.members: tuple[int, ...] = ()
 
-    def wait(self) -> Quorum:
+    def await_quorum(self) -> Quorum:
         members = tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in self.members)
         return Quorum("key", self.members.index(RANK), members, max_step=0)
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+    def watch_exchange(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def abort(self) -> None:

@@ -100,14 +100,14 @@ class _Membership:
         self._use_device = device.for_thread()
         self.before_quorum: Callable[[], object] = lambda: None
 
-    def wait(self) -> Quorum:
+    def await_quorum(self) -> Quorum:
         self._use_device()
         self.before_quorum()
         self.process_group.prepare()
         members = tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(NUM_MEMBERS))
         return Quorum("key", self._rank, members, max_step=0)
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+    def watch_exchange(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def abort(self) -> None:

@@ -355,9 +355,9 @@ class Seats:
 
         def go_on(seat: Membership, step: int) -> Quorum:
             while True:
-                if not seat.asked:
-                    seat.begin(step)
-                quorum = seat.wait()
+                if not seat.quorum_requested:
+                    seat.request_quorum(step)
+                quorum = seat.await_quorum()
                 if quorum.slots == slots:
                     return quorum
                 assert time.monotonic() < deadline, f"{quorum.slots} instead of {slots}"

@@ -699,8 +699,8 @@ def joiner_sits_in_next_round(patch: Patch) -> None:
 @mutation(kinds=("lighthouse", "leave", "alone"), promises=("no work lost",), mode="semi")
 def groups_in_round_not_awaited(patch: Patch) -> None:
     """A quorum that lacks groups in the midst of a round is used, after a restart of the lighthouse for example."""
-    nothing = membership._Lack.NOTHING
-    substitute(patch, membership.Membership, "_look_for_others", lambda self, there, missing: (nothing, []))
+    nothing = membership._Missing(membership._Lack.NOTHING, [])
+    substitute(patch, membership.Membership, "_look_for_others", lambda self, present, absent: nothing)
 
 
 @mutation(kinds=("flip",), promises=("one trajectory",), mode="semi")

@@ -253,7 +253,7 @@ class Rank:
             end_process(
                 1,
                 lambda: events.emit(silent),
-                lambda: "_membership" in vars(self) and self._membership.fall_silent(),
+                lambda: "_membership" in vars(self) and self._membership.stop_heartbeats(),
             )
 
     def _leave(self) -> None:

@@ -188,7 +188,7 @@ def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(
     ended: list[Any] = []
     monkeypatch.setattr(links, "end_process", lambda status, *words: ended.extend((status, *words)))
     emitted: list[Event] = []
-    membership = SimpleNamespace(fall_silent=lambda: None)
+    membership = SimpleNamespace(stop_heartbeats=lambda: None)
     gone = Lose(2, "its process has ended", "node6")
     control = SimpleNamespace(losses=[Lose(3, "", "node7", 1.5), gone, Lose(1, "", "node5", 1.25)])
     this: Any = SimpleNamespace(
@@ -211,4 +211,4 @@ def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(
     assert "fault_tolerance.heartbeat_timeout_ms (500)" in read.text
     assert status == 1
     assert emitted == [RankSilent(ranks=[1, 3], hosts=["node5", "node7"], seconds=1.5)]
-    assert last is membership.fall_silent
+    assert last is membership.stop_heartbeats

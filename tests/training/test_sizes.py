@@ -38,10 +38,10 @@ class Wire:
         self.sent: list[int] = []
         self.process_group = self
 
-    def wait(self) -> Quorum:
+    def await_quorum(self) -> Quorum:
         return Quorum("1/test", 0, tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in (0, 1)), max_step=0)
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+    def watch_exchange(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:

@@ -85,22 +85,22 @@ class Rounds:
         Args:
             ahead: this group computes a step before it waits for the quorum. Until then a lone group's quorum may grow.
         """
-        if self._membership.asked:
+        if self._membership.quorum_requested:
             if not ahead:
-                self._membership.need()
+                self._membership.need_quorum()
         elif not self._position.leaving:
             may_grow = ahead and self._config.group_size > 1 and not self._strategy.is_long
-            self._membership.begin(self._position.claim, ahead=may_grow)
+            self._membership.request_quorum(self._position.claim, may_grow=may_grow)
 
     @property
     def asked(self) -> bool:
         """Say whether the next round's quorum is asked for."""
-        return self._membership.asked
+        return self._membership.quorum_requested
 
     @property
     def awaited(self) -> bool:
         """Say whether the quorum asked for is there, as this rank sees it: the others are at their next round."""
-        return self._membership.answered
+        return self._membership.quorum_ready
 
     @property
     def told_to_leave(self) -> bool:
@@ -126,7 +126,7 @@ class Rounds:
     def pause(self, seconds: float = PAUSE_SECONDS) -> None:
         """Wait a moment for the quorum asked for, which is no hang."""
         with self.waiting():
-            self._membership.wait_briefly(seconds)
+            self._membership.await_quorum_for(seconds)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context for a wait for other groups: their step may be longer than `hang_timeout_seconds`."""
@@ -152,8 +152,8 @@ class Rounds:
         return self._membership.find_holders()
 
     def expect(self, slots: Sequence[int]) -> None:
-        """Note which groups offered the state that this group fetches; see `Membership.expect`."""
-        self._membership.expect(slots)
+        """Note which groups offered the state that this group fetches; see `Membership.note_donors`."""
+        self._membership.note_donors(slots)
 
     def find_living(self, slots: Collection[int]) -> set[int]:
         """Return which groups of the last round live, of those in `slots`. A collective of the group."""
@@ -293,13 +293,13 @@ class Rounds:
         Raises:
             Leaving: it has waited long enough; on all ranks of the group.
         """
-        if self._drain.wait_for_others(lambda: self._membership.answered, self._wait_briefly):
-            return self._membership.wait()
+        if self._drain.wait_for_others(lambda: self._membership.quorum_ready, self._wait_briefly):
+            return self._membership.await_quorum()
         self._position.leave()
         raise Leaving
 
     def _wait_briefly(self) -> None:
-        self._membership.wait_briefly(PAUSE_SECONDS)
+        self._membership.await_quorum_for(PAUSE_SECONDS)
 
     def take_digest(self) -> str:
         """Take the digest of the state; it travels with the rounds until the next update.

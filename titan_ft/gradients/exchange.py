@@ -201,7 +201,7 @@ class GradientExchange:
         try:
             self._fill_all()
             flight.report(facts)
-            with self._membership.waiting(), self._bounded():
+            with self._membership.watch_exchange(), self._bounded():
                 gathered = flight.finish()
             return self._take_sums(gathered)
         except ExchangeError:
@@ -233,7 +233,7 @@ class GradientExchange:
         if self._where.type == "cpu":
             return contextlib.nullcontext()
         with contextlib.suppress(Exception):  # the exchange's thread gets the same, and this one raises it from there
-            self._membership.wait()
+            self._membership.await_quorum()
         deadline: contextlib.AbstractContextManager[None] = self._membership.process_group.deadline(
             self._membership.timeout
         )

@@ -177,7 +177,7 @@ class Flight:
 
     def _exchange(self) -> None:
         try:
-            quorum = self._membership.wait()
+            quorum = self._membership.await_quorum()
             if quorum.error is not None:
                 raise ExchangeError(quorum.error)
             self._operations.begin(quorum)

@@ -85,7 +85,7 @@ class Reply:
         max_step: largest number of committed updates that a member has reported.
         moved: the seat has moved to another lighthouse since the last reply.
         seconds: duration of the request. Requests with an outdated answer are not included.
-        at: monotonic time in seconds at which the reply reached this rank.
+        received_at: monotonic time in seconds at which the reply reached this rank.
     """
 
     quorum_id: int
@@ -93,7 +93,7 @@ class Reply:
     max_step: int
     moved: bool = False
     seconds: float = field(default=0.0, compare=False)
-    at: float = field(default=0.0, compare=False)
+    received_at: float = field(default=0.0, compare=False)
 
 
 def _never(names: Sequence[str]) -> bool:

@@ -163,7 +163,7 @@ class Links:
         ]
         if "membership" in vars(self):
             # Last: it ends the training thread's vote or request, and with that this process.
-            last_words.append(self.membership.fall_silent)
+            last_words.append(self.membership.stop_heartbeats)
         end_process(1, *last_words)
 
     def _build_exchange(

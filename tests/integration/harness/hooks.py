@@ -357,7 +357,7 @@ def install_progress() -> None:
         WORKER.queued = len(catch_up._updates)
 
     def await_quorum(trainer: ReplicaTrainer) -> None:
-        WORKER.is_awaited = lambda: trainer._links.membership.answered
+        WORKER.is_awaited = lambda: trainer._links.membership.quorum_ready
         WORKER.is_wanted = lambda: trainer._links.server.wanted
 
     after(ReplicaTrainer, "_build_replica", lambda trainer: build(trainer))

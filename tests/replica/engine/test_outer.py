@@ -189,10 +189,10 @@ class Seat:
         everybody = tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(members))
         self._quorum = Quorum("1/test", rank, everybody, max_step=0)
 
-    def wait(self) -> Quorum:
+    def await_quorum(self) -> Quorum:
         return self._quorum
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+    def watch_exchange(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def abort(self) -> None:

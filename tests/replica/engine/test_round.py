@@ -49,10 +49,10 @@ class World:
         self.copied = 0  # ahead of a request
         self.digests = 0
         # For the exchange and the membership.
-        self.asked = self.contributed = self.due = self.wanted = self.requested = self.leaves = False
+        self.quorum_requested = self.contributed = self.due = self.wanted = self.requested = self.leaves = False
         self.may_leave: bool | None = None
         self.living = [0, 1]
-        self.answered, self.is_urgent, self.waits = True, False, 0
+        self.quorum_ready, self.is_urgent, self.waits = True, False, 0
         self.urgent_after = 1000  # waits
         self.siblings: list[bool] = []  # what another rank of the group says to each question
         this: Any = self
@@ -76,23 +76,23 @@ class World:
 
     # The membership
 
-    def begin(self, step: int, *, ahead: bool = False) -> None:
-        self.asked = True
+    def request_quorum(self, step: int, *, may_grow: bool = False) -> None:
+        self.quorum_requested = True
         self.asked_with.append(step)
-        self.needed = not ahead
+        self.needed = not may_grow
 
-    def need(self) -> None:
+    def need_quorum(self) -> None:
         self.needed = True
 
-    def wait(self) -> Quorum:
+    def await_quorum(self) -> Quorum:
         return self.quorum
 
-    def wait_briefly(self, seconds: float) -> None:
+    def await_quorum_for(self, seconds: float) -> None:
         self.waits += 1
         assert self.waits < 100, "it waits for ever"
 
     def vote(self, step: int, ok: bool) -> bool:
-        self.asked = False
+        self.quorum_requested = False
         self.votes.append(ok)
         return ok and self.sibling_agrees
 
@@ -189,7 +189,7 @@ def test_a_group_that_is_told_to_leave_waits_for_others_for_a_part_of_its_time(
 ) -> None:
     """Another group hangs and heartbeats, or is in a long round: nobody gets a quorum. It leaves without a vote."""
     world = World(**config)
-    world.answered, world.urgent_after = False, 3
+    world.quorum_ready, world.urgent_after = False, 3
     with pytest.raises(Leaving):
         world.rounds.meet() if meets else world.rounds.make(GIVEN)
     assert world.waits == 3
@@ -263,9 +263,9 @@ def test_who_of_the_last_round_lives(world: World) -> None:
 def test_a_rank_sees_who_wants_something_of_it() -> None:
     """A joiner, the others, whoever tells it to leave."""
     world = World(semi_sync_method="diloco", digest_every=0)
-    world.answered, world.wanted, world.requested = False, False, False
+    world.quorum_ready, world.wanted, world.requested = False, False, False
     assert world.rounds.signs == Sign(0)
-    for name, sign in (("wanted", Sign.WANTED), ("answered", Sign.AWAITED), ("requested", Sign.TOLD)):
+    for name, sign in (("wanted", Sign.WANTED), ("quorum_ready", Sign.AWAITED), ("requested", Sign.TOLD)):
         setattr(world, name, True)
         assert sign in world.rounds.signs
         setattr(world, name, False)

@@ -89,18 +89,18 @@ class Seat:
     max_step = 0  # that the others report
 
     def __init__(self, hub: Hub, slot: int) -> None:
-        self.hub, self.slot, self.number, self.asked = hub, slot, -1, False
+        self.hub, self.slot, self.number, self.quorum_requested = hub, slot, -1, False
 
-    def begin(self, step: int, *, ahead: bool = False) -> None:
+    def request_quorum(self, step: int, *, may_grow: bool = False) -> None:
         """Take the next quorum that this group is in."""
         self.number += 1
         while self.slot not in self.hub.slots(self.number):
             self.number += 1
-        self.asked = True
+        self.quorum_requested = True
 
-    answered = True
+    quorum_ready = True
 
-    def need(self) -> None:
+    def need_quorum(self) -> None:
         """The quorum is there."""
 
     @property
@@ -108,10 +108,10 @@ class Seat:
         """Return the group's process."""
         return self.hub.member(self.number, self.slot)
 
-    def wait_briefly(self, seconds: float) -> None:
+    def await_quorum_for(self, seconds: float) -> None:
         """The quorum is there."""
 
-    def wait(self) -> Quorum:
+    def await_quorum(self) -> Quorum:
         """Return it."""
         slots = self.hub.slots(self.number)
         members = tuple(self.hub.member(self.number, slot) for slot in slots)
@@ -119,7 +119,7 @@ class Seat:
 
     def vote(self, step: int, ok: bool) -> bool:
         """Be the only voter."""
-        self.asked = False
+        self.quorum_requested = False
         return ok
 
     def find_addresses(self, slots: Sequence[int]) -> list[str]:
@@ -130,7 +130,7 @@ class Seat:
         """Know nobody."""
         return {}
 
-    def expect(self, slots: Sequence[int]) -> None:
+    def note_donors(self, slots: Sequence[int]) -> None:
         """Each quorum has all groups that are there."""
 
     def find_outsiders(self, quorum: Quorum, step: int) -> list[int]:
@@ -191,11 +191,11 @@ class Exchange:
 
     def launch(self, newest_step: int | None = None, *, due: bool = True) -> None:
         """Launch an exchange, without gradients if there is no such step."""
-        self._armed = newest_step is not None and self._seat.wait().max_step <= newest_step
+        self._armed = newest_step is not None and self._seat.await_quorum().max_step <= newest_step
 
     def finish(self, facts: OwnFacts) -> Reduced:
         """Sum over the quorum."""
-        quorum = self._seat.wait()
+        quorum = self._seat.await_quorum()
         assert self._armed is not None
         self.contributed, self._armed = self._armed, None
         if self._seat.number in self._seat.hub.broken:
@@ -657,13 +657,13 @@ def test_a_quorum_asked_for_at_the_commit_tells_the_new_step() -> None:
     (group,) = groups.all
     group.dimension._pauses_after = lambda step: False
     claims: list[int] = []
-    begin = group.seat.begin
+    request_quorum = group.seat.request_quorum
 
-    def note(step: int, *, ahead: bool) -> None:
+    def note(step: int, *, may_grow: bool) -> None:
         claims.append(step)
-        begin(step, ahead=ahead)
+        request_quorum(step, may_grow=may_grow)
 
-    group.seat.begin = note  # type: ignore[method-assign]
+    group.seat.request_quorum = note  # type: ignore[method-assign]
     groups.run(lambda group: group.steps(2))
     assert claims == [0, 1, 2]
 
@@ -748,7 +748,7 @@ def test_a_group_does_not_wait_for_others_that_train_already(monkeypatch: pytest
     monkeypatch.setattr(step, "_OPENING_SECONDS", 0.0)
     groups = in_rounds(2, Hub([0, 1]))
     for group in groups.all:
-        group.seat.answered = False
+        group.seat.quorum_ready = False
     assert groups.run(lambda group: group.dimension.open()) == [step.Opening.TRAIN] * 2
     assert all(group.dimension.early for group in groups.all)
     assert not any(group.seat.number > 0 for group in groups.all)

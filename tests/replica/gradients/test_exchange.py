@@ -63,11 +63,11 @@ class Seat:
         self.quorum: Future[Quorum] = Future()
         self.num_aborts = 0
 
-    def wait(self) -> Quorum:
+    def await_quorum(self) -> Quorum:
         """Wait for the quorum."""
         return self.quorum.result(DEADLINE)
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+    def watch_exchange(self) -> contextlib.AbstractContextManager[None]:
         """Watch over nobody."""
         return contextlib.nullcontext()
 
@@ -1082,7 +1082,7 @@ def meet_for_operations(
     ring.meet(*ranks)
     made = [Operations(rank.seat, CPU) for rank in ranks]  # type: ignore[arg-type]  # stands in for a membership
     for each, rank in zip(made, ranks, strict=True):
-        each.begin(rank.seat.wait())
+        each.begin(rank.seat.await_quorum())
         each.turn.held().__enter__()  # as the exchange's thread does
     return made, groups
 

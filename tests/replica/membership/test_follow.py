@@ -50,12 +50,12 @@ def test_groups_follow_one_that_died(moving: Any, path: Path, nursery: subproces
     first.kill()
     moving.together(*[lambda seat=seat: seat.vote(3, True) for seat in seats])
     for seat in seats:
-        seat.begin(4)
+        seat.request_quorum(4)
     with pytest.raises(TimeoutError):
         seats[0]._pending.result(0.5)  # nobody answers
     second = MortalLighthouse(nursery)
     Announcement(second.address, job="78").write(path)
-    after = moving.together(*[seat.wait for seat in seats])
+    after = moving.together(*[seat.await_quorum for seat in seats])
     assert [seat.member for seat in seats] == names
     assert [quorum.members for quorum in after] == [quorum.members for quorum in quorums]
     assert {quorum.max_step for quorum in after} == {4}
@@ -72,11 +72,11 @@ def test_a_group_in_the_midst_of_a_step_is_waited_for(moving: Any, path: Path, s
     moving.meet(early, late, steps=[3, 3])
     moving.together(lambda: early.vote(3, True), lambda: late.vote(3, True))
     Announcement(start_lighthouse()).write(path)
-    early.begin(4)
+    early.request_quorum(4)
     with pytest.raises(TimeoutError):
         early._pending.result(1.5)
-    late.begin(4)
-    assert [quorum.slots for quorum in moving.together(early.wait, late.wait)] == [[0, 1], [0, 1]]
+    late.request_quorum(4)
+    assert [quorum.slots for quorum in moving.together(early.await_quorum, late.await_quorum)] == [[0, 1], [0, 1]]
 
 
 def test_a_file_that_cannot_be_read_makes_no_lighthouse_count(moving: Any, path: Path, start_lighthouse: Any) -> None:
@@ -85,8 +85,8 @@ def test_a_file_that_cannot_be_read_makes_no_lighthouse_count(moving: Any, path:
     announced.write(path)
     one, other = moving.take(0), moving.take(1)
     path.rename(path.with_name("away"))
-    one.begin(0)
-    other.begin(0)
+    one.request_quorum(0)
+    other.request_quorum(0)
     with pytest.raises(TimeoutError):
         one._pending.result(1.0)
     announced.write(path)
@@ -103,9 +103,9 @@ def test_one_that_was_only_slow_gives_no_quorum_any_more(moving: Any, path: Path
     successor = start_lighthouse()
     Announcement(successor).write(path)
     one._events.wait_for("lighthouse_moved")
-    one.begin(4)
-    other.begin(4)
-    assert [quorum.slots for quorum in moving.together(one.wait, other.wait)] == [[0, 1], [0, 1]]
+    one.request_quorum(4)
+    other.request_quorum(4)
+    assert [quorum.slots for quorum in moving.together(one.await_quorum, other.await_quorum)] == [[0, 1], [0, 1]]
     assert {str(seat._seat._lighthouse) for seat in (one, other)} == {successor}
 
 

@@ -90,12 +90,12 @@ def test_asking_returns_at_once(seats: Any, start_lighthouse: Callable[..., str]
     """The quorum is asked for in the background: a group that has to wait for others goes on computing."""
     seats.lighthouse = start_lighthouse(min_replicas=2)
     one, two = seats.take(0), seats.take(1)
-    assert not one.asked
-    one.begin(0)
-    assert one.asked
+    assert not one.quorum_requested
+    one.request_quorum(0)
+    assert one.quorum_requested
     assert not one._pending.done()
     seats.meet(one, two)
-    assert one.asked, "a quorum is used up by the vote, not by looking at it"
+    assert one.quorum_requested, "a quorum is used up by the vote, not by looking at it"
 
 
 @pytest.mark.parametrize("asks_again", [False, True])
@@ -119,7 +119,7 @@ def compute_alone(seats: Any, step_seconds: float) -> list[Membership]:
     seats.together(*[partial(rank.vote, 0, True) for rank in ranks])
     ranks[0]._computing_seconds, ranks[0]._connecting_seconds = step_seconds, 0.01  # as measured in earlier steps
     for rank in ranks:
-        rank.begin(1, ahead=True)
+        rank.request_quorum(1, may_grow=True)
     return ranks
 
 
@@ -130,19 +130,19 @@ def test_a_lone_group_that_computes_admits_a_group_that_comes(seats: Any) -> Non
     for rank in ranks:
         with pytest.raises(TimeoutError):  # a group that only heartbeats is in no quorum yet
             rank._pending.result(0.3)
-    joiner.begin(0)
-    assert [seat.wait().slots for seat in (joiner, *ranks)] == [[0, 1]] * 3
+    joiner.request_quorum(0)
+    assert [seat.await_quorum().slots for seat in (joiner, *ranks)] == [[0, 1]] * 3
 
 
 def test_a_lone_group_that_has_computed_waits_for_nobody(seats: Any) -> None:
     """A group that has yet to ask comes to the next exchange. Rank 0 speaks for all ranks."""
     ranks = compute_alone(seats, DEADLINE)
     seats.take(1)
-    ranks[1].need()
+    ranks[1].need_quorum()
     with pytest.raises(TimeoutError):
         ranks[1]._pending.result(0.3)
-    ranks[0].need()
-    assert [rank.wait().slots for rank in ranks] == [[0], [0]]
+    ranks[0].need_quorum()
+    assert [rank.await_quorum().slots for rank in ranks] == [[0], [0]]
 
 
 @pytest.mark.parametrize("reason", ["its step is nearly over", "it is to leave", "no step was measured"])
@@ -162,14 +162,14 @@ def test_a_group_that_computes_and_is_not_alone_has_its_quorum_at_once(seats: An
     seats.meet(one, two)
     seats.together(*[partial(seat.vote, 0, True) for seat in (one, two)])
     for seat in (one, two):
-        seat.begin(1, ahead=True)
+        seat.request_quorum(1, may_grow=True)
     assert [seat._pending.result(DEADLINE).slots for seat in (one, two)] == [[0, 1], [0, 1]]
 
 
 def test_waiting_for_a_quorum_needs_a_question(seats: Any) -> None:
     """Waiting without having asked is our bug, and no endless wait."""
-    with pytest.raises(AssertionError, match="begin"):
-        seats.take(0).wait()
+    with pytest.raises(AssertionError, match="request_quorum"):
+        seats.take(0).await_quorum()
 
 
 @pytest.mark.parametrize("answered", [False, True])
@@ -179,17 +179,17 @@ def test_a_quorum_is_asked_for_once_in_a_round(
     """A second question before the vote is our bug: it would drop what the first one was answered, on one rank only."""
     seats.lighthouse = start_lighthouse(min_replicas=2)
     one, two = seats.take(0), seats.take(1)
-    one.begin(0)
+    one.request_quorum(0)
     if answered:
-        two.begin(0)
-        one.wait()
-    with pytest.raises(AssertionError, match="asked for already"):
-        one.begin(0)
-    assert one.answered == answered, "the first one goes on"
+        two.request_quorum(0)
+        one.await_quorum()
+    with pytest.raises(AssertionError, match="requested already"):
+        one.request_quorum(0)
+    assert one.quorum_ready == answered, "the first one goes on"
     seats.meet(one, two)
     one.vote(0, True)
-    one.begin(1)
-    assert one.asked
+    one.request_quorum(1)
+    assert one.quorum_requested
 
 
 def test_waiting_for_others_is_no_error(
@@ -205,7 +205,7 @@ def test_waiting_for_others_is_no_error(
     asked = []
     client = one._seat._client
     one._seat._client = SimpleNamespace(_quorum=lambda **request: asked.append(request) or client._quorum(**request))
-    one.begin(7)
+    one.request_quorum(7)
     with pytest.raises(TimeoutError):
         one._pending.result(0.8)
     assert "no quorum after step 7" in caplog.text
@@ -257,7 +257,7 @@ def test_a_quorum_goes_on_after_a_yes(seats: Any) -> None:
     before = seats.meet(*members)[0]
     groups = [member.process_group._pg for member in members]
     assert [member.vote(0, True) for member in members] == [True, True]
-    assert not members[0].asked
+    assert not members[0].quorum_requested
     after = seats.meet(*members, steps=[1, 1])[0]
     assert after.key == before.key
     assert [member.process_group._pg for member in members] == groups
@@ -431,8 +431,8 @@ def test_a_member_that_dies_before_the_process_group_stands(seats: Any, monkeypa
     try:
         member = seats.take(0)
         started = time.monotonic()
-        member.begin(0)
-        quorum = member.wait()
+        member.request_quorum(0)
+        quorum = member.await_quorum()
         assert quorum.slots == [0, 1]
         assert quorum.error is not None
         assert time.monotonic() - started < 3.0
@@ -447,10 +447,10 @@ def test_a_member_that_dies_before_the_process_group_stands(seats: Any, monkeypa
 def fate(seat: Membership) -> BaseException:
     """Go from quorum to quorum until one ends this group; returns how."""
     while True:
-        if not seat.asked:
-            seat.begin(0)
+        if not seat.quorum_requested:
+            seat.request_quorum(0)
         try:
-            seat.wait()
+            seat.await_quorum()
         except Exception as error:  # noqa: BLE001  # the test looks at it
             seat.close()
             return error
@@ -460,9 +460,9 @@ def fate(seat: Membership) -> BaseException:
 def stay(seat: Any, slots: list[int], stranger: bool = False) -> None:
     """Go from quorum to quorum as training does until one has these slots (and a stranger was named); each must do."""
     while True:
-        if not seat.asked:
-            seat.begin(0)
-        quorum = seat.wait()
+        if not seat.quorum_requested:
+            seat.request_quorum(0)
+        quorum = seat.await_quorum()
         if quorum.slots == slots and (not stranger or seat._events.named("foreign_member")):
             return
         seat.vote(0, quorum.error is None)
@@ -489,21 +489,21 @@ def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
         seat.vote(0, True)
     new = seats.take(0)
     # All three ask, and the older one of them stays, as a process does that hangs after its question.
-    new.begin(0)
+    new.request_quorum(0)
 
     def ask_until_the_newer_one_is_there() -> None:
         for _ in range(100):
             for seat in (bystander, old):
-                seat.begin(0)
-            old.wait()
+                seat.request_quorum(0)
+            old.await_quorum()
             # A quorum of the former two, made before the newer one's question was there.
-            bystander.wait()
+            bystander.await_quorum()
             for seat in (bystander, old):
                 seat.vote(0, True)
 
     with pytest.raises(ReplacedError):
         ask_until_the_newer_one_is_there()
-    quorums = [new.wait(), bystander.wait()]
+    quorums = [new.await_quorum(), bystander.await_quorum()]
     assert [(q.members, q.error) for q in quorums] == [((new.member, bystander.member), None)] * 2
     assert add_up(seats, new, bystander) == [3.0, 3.0]
 
@@ -561,7 +561,7 @@ def test_a_lighthouse_that_dies(seats: Any, mortal_lighthouse: Any, monkeypatch:
     seats.meet(member)
     member.vote(0, True)
     mortal_lighthouse.kill()
-    member.begin(1)
+    member.request_quorum(1)
     with pytest.raises(LighthouseError) as caught:
         member._pending.result(10.0)
     for part in (seats.lighthouse, "within 0.7 s", "fault_tolerance.lighthouse", "TORCHFT_LIGHTHOUSE"):
@@ -594,7 +594,7 @@ def test_a_lighthouse_that_comes_back(seats: Any, mortal_lighthouse: Any) -> Non
         seats.meet(*members, steps=[step, step])
         for member in members:
             member.vote(step, False)
-    members[0].begin(5)
+    members[0].request_quorum(5)
     restart(mortal_lighthouse)
     started = time.monotonic()
     quorums = seats.meet(*members, steps=[5, 5])
@@ -640,9 +640,9 @@ def test_a_forgetful_lighthouse_separates_nobody(
     for member in members:
         member.vote(0, True)
     restart(mortal_lighthouse)
-    members[0].begin(1)
+    members[0].request_quorum(1)
     wait_until(lambda: "waiting for groups [1]" in caplog.text, "the first group found itself alone")
-    members[1].begin(1)
+    members[1].request_quorum(1)
     quorums = [member._pending.result(DEADLINE) for member in members]
     assert [(quorum.slots, quorum.error) for quorum in quorums] == [([0, 1], None)] * 2
     assert add_up(seats, *members) == [3.0, 3.0]
@@ -656,7 +656,7 @@ def test_a_group_that_died_with_the_lighthouse_is_not_waited_for_long(seats: Any
     stays.vote(0, True)
     dies.close()
     restart(mortal_lighthouse)
-    stays.begin(1)
+    stays.request_quorum(1)
     assert stays._pending.result(DEADLINE).slots == [0]
 
 
@@ -752,7 +752,7 @@ def test_an_exchange_that_the_others_have_left(seats: Any) -> None:
     assert other.vote(0, False) is False
     seats.meet(other)
     assert not group.aborted.is_set()
-    with frozen.waiting():
+    with frozen.watch_exchange():
         assert group.aborted.wait(DEADLINE)
     assert [event["members"] for event in frozen._events.named("left_out")] == [[1]]
     assert frozen._events.named("peer_silent") == []
@@ -767,8 +767,8 @@ def test_an_exchange_that_another_group_has_broken_off(seats: Any, caplog: pytes
     leaves.abort()
     assert leaves.vote(0, False) is False
     group.aborted.clear()
-    leaves.begin(0)
-    with waits.waiting():
+    leaves.request_quorum(0)
+    with waits.watch_exchange():
         assert group.aborted.wait(DEADLINE)
     assert "asks for the next quorum already" in caplog.text
     assert not waits._events.named("left_out")
@@ -892,7 +892,7 @@ def test_closing_after_the_silence(seats: Any) -> None:
     """A group that has fallen silent asks for nothing more, and can still be closed, once or twice."""
     member, other = seats.take(0), seats.take(1)
     seats.meet(member, other)
-    member.fall_silent()
+    member.stop_heartbeats()
     assert member.member not in seats.meet(other)[0].members
     with pytest.raises(LighthouseError, match="left the job"):
         member._seat.request(0, 0)
@@ -908,7 +908,7 @@ def test_a_vote_under_way_when_the_group_falls_silent(seats: Any, wait_until: Ca
     number = control.num_agreements
     vote = seats.submit(ranks[0].vote, 0, True)
     wait_until(lambda: control.num_agreements > number, "the vote is under way")
-    ranks[0].fall_silent()
+    ranks[0].stop_heartbeats()
     with pytest.raises(TimeoutError):
         vote.result(0.1)
     for rank in ranks:
@@ -933,10 +933,10 @@ def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pyte
     monkeypatch.setattr("titan_ft.membership.membership._REUNION_PAUSE_SECONDS", 0.0)
     members = [seats.take(slot) for slot in range(3)]
     first = seats.meet(*members)[0]
-    names = members[0]._former[1]
+    names = members[0]._last_quorum.names
     assert len(first.members) == len(names) == 3
     left = [name for name in names if not name.startswith("titan_ft/000002/")]
-    former = members[0]._former
+    former = members[0]._last_quorum
     for ids, patient in (([0] * 30, True), ([0, 1, 1], False)):
         replies = iter(ids)
         told: list[int] = []
@@ -945,9 +945,9 @@ def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pyte
             told.append(failures)
             return Reply(next(replies), left, 0)
 
-        members[0]._former = former
+        members[0]._last_quorum = former
         monkeypatch.setattr(members[0]._seat, "request", request)
-        _, admission, _ = members[0]._find_members(1, 3)
+        admission = members[0]._find_members(1, 3).admission
         assert [member.slot for member in admission.members] == [0, 1]
         assert told[:2] == [3, 0]
         assert (len(told) > 2) is patient
@@ -967,7 +967,7 @@ def test_nobody_waits_for_a_group_that_it_cannot_reach(seats: Any, monkeypatch: 
 
     monkeypatch.setattr(members[0]._seat, "member", cut_off[0])
     monkeypatch.setattr(members[0]._seat, "request", request)
-    _, admission, _ = members[0]._find_members(1, 3)
+    admission = members[0]._find_members(1, 3).admission
     assert [member.slot for member in admission.members] == [0]
     assert [member.slot for member in admission.cut_off] == [1]
     assert told == [3]

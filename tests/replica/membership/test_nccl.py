@@ -124,14 +124,14 @@ class Seat:
         self.there.set()
         self.error: Exception | None = None
 
-    def wait(self) -> Quorum:
+    def await_quorum(self) -> Quorum:
         self.asked.release()
         assert self.there.wait(DEADLINE)
         if self.error is not None:
             raise self.error
         return Quorum("key", 0, tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(3)), max_step=0)
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+    def watch_exchange(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def abort(self) -> None:

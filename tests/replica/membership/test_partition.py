@@ -55,13 +55,13 @@ class Network:
             exchange = quorum.key, rank, self._made[seat, quorum.key]
             worked = self._worked.setdefault(exchange, self.works(quorum.slots, rank))
         if self.slow.is_set():
-            with seat.waiting():
+            with seat.watch_exchange():
                 assert not seat.process_group.aborted.wait(1.0), "an exchange that is only slow is broken off"
             self.slow.clear()
         if worked:
             return True
         if self.silent:
-            with seat.waiting():
+            with seat.watch_exchange():
                 assert seat.process_group.aborted.wait(DEADLINE), "an exchange hangs"
         return False
 
@@ -142,8 +142,8 @@ class Group:
     def _make_steps(self, rank: int) -> None:
         seat, step = self.ranks[rank], self.step
         while not self._stop:
-            seat.begin(step)
-            quorum = seat.wait()
+            seat.request_quorum(step)
+            quorum = seat.await_quorum()
             if seat.vote(step, quorum.error is None and self._network.exchange(seat, quorum, rank)):
                 step = max(step, quorum.max_step) + 1
             if rank == 0:
