@@ -1,6 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The joiner's side of a transfer: fetches a snapshot from donors; see `wire.py` for what is said."""
+"""The joiner's side of a transfer: fetches one rank's state from several donors at once.
+
+`wire.py` describes the messages. See docs/heal.md.
+
+Threads: `fetch` runs on the thread of its caller. Each donor has a thread, which asks for the header
+and reports the end, and that thread has one more thread for each connection that fetches slices.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from io import BufferedRWPair
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -33,32 +39,50 @@ logger = logging.getLogger(__name__)
 _CHUNK = 8 << 20  # bytes of one slice
 
 CONNECTIONS = 4
-"""Of a rank to its donors at once, divided among them, at least one to each. One connection is bounded by a core that
-checks its bytes; more than a few bring nothing (`bench.py --only transfer`)."""
+"""Connections of a rank to all its donors, at least one to each. A core that checks the bytes limits
+the rate of one connection. More than a few connections bring nothing (`bench.py --only transfer`)."""
+
 SLICE_SECONDS = 300.0
-"""Without another slice, until a transfer is given up. A whole transfer has no limit: a large state over a slow link
-takes as long as it must. Silence ends a connection much earlier; this ends a donor that sends a byte now and then."""
-_MAX_TRIES = 3  # of one request, when connections break, and as many when checksums differ
-_STALL_SECONDS = 10.0  # of silence until a connection counts as broken
-_OFFER_SECONDS = 1.5  # for each thing that a group which is asked for an offer does
-_LATE_SECONDS = 1.0  # for a slice at least, until another donor is asked for it as well
-_FAREWELL_SECONDS = 1.0  # for donors to be told that all is there, or to be left
-_TICK_SECONDS = 0.1  # until a silent connection notices that its transfer is cancelled
+"""A transfer is given up after this time without another slice. A whole transfer has no limit: a
+large state over a slow link takes as long as it must. Silence ends a connection much earlier. This
+limit ends a transfer from a donor that sends a byte now and then."""
+
+_MAX_TRIES = 3  # of one request whose connection breaks, and as many whose checksum differs
+_STALL_SECONDS = 10.0  # a connection that is silent for so long counts as broken
+_OFFER_SECONDS = 1.5  # for each answer of a group that is asked for its offer
+_LATE_SECONDS = 1.0  # at least so old is a request before another donor gets it as well
+_FAREWELL_SECONDS = 1.0  # to report the end to the donors; then their threads are abandoned
+_TICK_SECONDS = 0.1  # pause between two checks whether the transfer is cancelled
 
 
-class _Facts(msgspec.Struct):
-    """What a transfer needs of a snapshot's header."""
+class OfferAnswer(NamedTuple):
+    """What a StateServer offers.
+
+    Attributes:
+        step_milliseconds: duration of the donor's last step; 0 = the donor does not report it.
+        elapsed_milliseconds: time since the offer began.
+    """
+
+    step: int
+    lineage: int
+    digest: int
+    step_milliseconds: int
+    elapsed_milliseconds: int
+
+
+class _HeaderFields(msgspec.Struct):
+    """The fields of a snapshot's header that a transfer needs."""
 
     lineage: int
     bytes: Size
 
 
 class _IncompleteError(TransferError):
-    """The donors that are left do not hold all of the state: the memory of their hosts is scarce."""
+    """The remaining donors do not hold the whole state, because their hosts' memory is scarce."""
 
 
 class _ChecksumError(TransferError):
-    """An answer is not what the donor sent."""
+    """The bytes of an answer differ from the bytes that the donor sent."""
 
 
 def fetch(
@@ -69,85 +93,106 @@ def fetch(
     connections: int,
     timeout: float,
     cancelled: threading.Event | None = None,
-    lose: Callable[[int, str], None] = lambda place, error: None,
+    lose: Callable[[int, str], None] = lambda index, error: None,
     note_share: Callable[[float], None] = lambda share: None,
 ) -> Snapshot:
-    """Fetch a rank's state after `step` committed updates from the StateServers at `addresses` (host:port).
+    """Fetch a rank's state after `step` committed updates from StateServers.
 
-    Each gives slices of it, as many as it can. A connection that breaks or falls silent is made again, and only what is
-    missing is asked for; a donor that cannot be reached again is given up at once, and the others give its part.
+    Each donor gives as many slices as it can. A connection that breaks or falls silent is made
+    again, and asks for the missing slice only. A donor that cannot be reached again is given up at
+    once, and the other donors give its slices.
 
     Args:
-        connections: slices fetched at the same time, from each donor at least one.
-        timeout: seconds without another slice until the transfer is given up.
+        addresses: host:port of each donor.
+        joiner: name of this group, for the donors' events.
+        connections: slices that are fetched at the same time, at least one from each donor.
+        timeout: seconds without another slice after which the transfer is given up.
         cancelled: ends the transfer when it is set.
-        lose: called as lose(place of its address, reason) when a donor is given up and others are left.
-        note_share: called now and then with the share of the state that is there.
+        lose: called as lose(index of the address, reason) if a donor is given up and others remain.
+        note_share: called now and then with the share of the state that has arrived.
 
     Raises:
-        TransferError: all donors are gone, have no such state, or took too long; or the transfer was cancelled.
-        RefusedError: a donor and this end do not know the same token, and no other donor has given the state.
+        TransferError: all donors are gone, have no such state, or took too long; or the transfer
+            was cancelled.
+        RefusedError: a donor and this end do not know the same token, and no other donor has given
+            the state.
     """
     cancelled = cancelled or threading.Event()
-    transfer = _Transfer(addresses, token, step, joiner, connections, timeout, cancelled, note_share)
+    transfer = _StateFetch(addresses, token, step, joiner, connections, timeout, cancelled, note_share)
     failures: list[BaseException] = []
     pool = ThreadPoolExecutor(len(addresses), "titan_ft_donor", initializer=device.for_thread())
-    places = {pool.submit(transfer.fetch_from, place): place for place in range(len(addresses))}
+    donors = {pool.submit(transfer.fetch_from, index): index for index in range(len(addresses))}
     pool.shutdown(wait=False)
-    for future in as_completed(places):
-        if (error := future.exception()) is None:
+    for future in as_completed(donors):
+        error = future.exception()
+        if error is None:
             break
         if not isinstance(error, TransferError | OSError | ValueError | KeyError | RefusedError):
             transfer.end()
             transfer.drop([error])
-            raise error
+            raise error  # a bug, and no failure of a donor
         failures.append(error)
-        transfer.give_up(places[future])
+        index = donors[future]
+        transfer.give_up(index)
         if isinstance(error, _IncompleteError):
-            continue
+            continue  # this donor has given all that it holds
         if len(failures) < len(addresses) and not cancelled.is_set():
-            lose(places[future], _describe(error))
-            logger.warning("state of step %d from %s: %s", step, addresses[places[future]], _describe(error))
+            lose(index, _describe(error))
+            logger.warning("state of step %d from %s: %s", step, addresses[index], _describe(error))
     else:
         transfer.drop(failures)
-        if refused := next((error for error in failures if isinstance(error, RefusedError)), None):
-            raise refused
+        for error in failures:
+            if isinstance(error, RefusedError):
+                raise error
         reasons = "; ".join(dict.fromkeys(_describe(error) for error in failures))
         raise TransferError(f"state of step {step} from {', '.join(addresses)}: {reasons}") from failures[0]
     transfer.end()
-    wait(places, _FAREWELL_SECONDS)
+    wait(donors, _FAREWELL_SECONDS)
     return transfer.snapshot()
 
 
 def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, TransferError | RefusedError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, TransferError | RefusedError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
-def ask_offer(address: str, token: str, step: int = 0) -> tuple[int, int, int, int, int] | None:
-    """Return step, lineage and digest of the state that the StateServer at `address` offers; None if it offers none.
-
-    And the milliseconds that its last step took, 0 if it does not tell, and those since the offer began.
+def ask_offer(address: str, token: str, step: int = 0) -> OfferAnswer | None:
+    """Ask a StateServer which state it offers; None if it offers none.
 
     Args:
-        step: committed updates that are wanted; who has fewer is waited for, for a second at most.
+        address: host:port.
+        step: committed updates that are wanted. A donor with fewer updates answers when it has so
+            many, or after a second.
 
     Raises:
-        OSError, ValueError, KeyError: it cannot be reached, or does not speak the protocol.
+        OSError, ValueError, KeyError: the server cannot be reached, or speaks another protocol.
         RefusedError: one end does not know the other's token.
     """
-    with contextlib.closing(socket.create_connection(split_address(address), _OFFER_SECONDS)) as connection:
+    dialed = socket.create_connection(split_address(address), _OFFER_SECONDS)
+    with contextlib.closing(dialed) as connection:
         sealed = prove(connection, address, token)
         with contextlib.closing(sealed.connection):
             sealed.write({"offer": True, "step": step})
             answer = sealed.read()
-        if "error" in answer:
-            return None
-        duration, elapsed = answer.get("milliseconds", 0), answer.get("elapsed_milliseconds", 0)
-        return answer["step"], answer["lineage"], answer["digest"], duration, elapsed
+    if "error" in answer:
+        return None
+    return OfferAnswer(
+        answer["step"],
+        answer["lineage"],
+        answer["digest"],
+        answer.get("milliseconds", 0),
+        answer.get("elapsed_milliseconds", 0),
+    )
 
 
-class _Transfer:
-    """One state on its way from several donors. Each donor has a thread, and one for each of its connections."""
+class _StateFetch:
+    """One transfer from several donors.
+
+    `fetch` creates it, and calls `fetch_from` once for each donor, on a thread of its own. The
+    other methods are called on the thread of `fetch`. Donors are named by their index in
+    `addresses`. A donor's failure ends its own threads only.
+    """
 
     def __init__(
         self,
@@ -160,231 +205,279 @@ class _Transfer:
         cancelled: threading.Event,
         note_share: Callable[[float], None],
     ) -> None:
+        self._addresses = addresses
+        self._token = token
+        self._step = step
+        self._joiner = joiner
         self._note_share = note_share
-        self._addresses, self._token, self._step, self._joiner = addresses, token, step, joiner
-        self._connections = -(-connections // len(addresses))  # to each donor
-        # By donor: of its connections for slices, and of the one for the first and the last word.
-        self._limits = [_TransferLimits(timeout, cancelled) for _ in addresses]
-        self._farewell = [_TransferLimits(timeout, cancelled) for _ in addresses]
-        self._lock = threading.Lock()
+        self._connections_per_donor = -(-connections // len(addresses))  # rounded up
+        # By donor: limits of the connections for slices, and of the connection for the header and
+        # the farewell.
+        self._slice_limits = [_TransferLimits(timeout, cancelled) for _ in addresses]
+        self._main_limits = [_TransferLimits(timeout, cancelled) for _ in addresses]
+        self._lock = threading.Lock()  # guards the fields below
         self._header = b""
         self._lineage = 0
-        self._payload: torch.Tensor | None = None
+        self._payload: torch.Tensor | None = None  # None before the first header
         self._is_dropped = False
         self._slices = _Slices(len(addresses))
         self._failed: dict[int, BaseException] = {}  # why a donor was given up
 
     def snapshot(self) -> Snapshot:
-        """Return the state, once `fetch_from` has returned for a donor."""
+        """Return the state, after `fetch_from` has returned for one donor."""
         assert self._payload is not None, "no donor has given the header"
         return Snapshot(self._step, self._lineage, self._header, self._payload)
 
     def drop(self, failures: Sequence[BaseException]) -> None:
-        """Let go of what has come, which `failures` were the end of.
+        """Free the memory of a transfer that has failed.
 
-        They and their frames refer to each other, and so to the memory, until the next time that garbage is collected:
-        that may be after gigabytes for another attempt were taken.
+        The failures and their frames refer to each other, and to the memory. Without this method
+        the memory would live until a garbage collection, while another attempt allocates gigabytes.
         """
         with self._lock:
-            self._payload, self._is_dropped = None, True
+            self._payload = None
+            self._is_dropped = True
         for error in failures:
             traceback.clear_frames(error.__traceback__)
 
-    def give_up(self, place: int) -> None:
-        """Expect nothing more of a donor."""
-        self._slices.drop(place)
+    def give_up(self, donor: int) -> None:
+        """Have other donors give this donor's slices."""
+        self._slices.drop(donor)
 
     def end(self) -> None:
-        """Fetch no more slices; wait for no word of who has given none."""
-        for place in range(len(self._addresses)):
-            self._limits[place].end()
-            if not self._slices.given_by(place):
-                self._farewell[place].end()
+        """Fetch no more slices. Donors that have given none get no farewell."""
+        for donor in range(len(self._addresses)):
+            self._slice_limits[donor].end()
+            if not self._slices.given_by(donor):
+                self._main_limits[donor].end()
 
-    def fetch_from(self, place: int) -> None:
-        """Fetch slices from a donor until all are there, whoever gave them.
+    def fetch_from(self, donor: int) -> None:
+        """Fetch slices from a donor until all slices have arrived from any donors.
 
-        Raises as `fetch`, and OSError, ValueError, KeyError: it is gone or does not speak the protocol.
+        Raises:
+            TransferError, RefusedError: see `fetch`.
+            OSError, ValueError, KeyError: the donor is gone, or speaks another protocol.
         """
-        with _Link(self._addresses[place], self._token, self._farewell[place]) as first:
-            part = (place, len(self._addresses))
-            answer, header = first.request({"step": self._step, "header": True, "part": part})
-            self._lay_out(bytes(header))
-            self._slices.note_held(place, range(*answer["held"]))
-            with ThreadPoolExecutor(self._connections, "titan_ft_fetch") as pool:
-                for _ in range(self._connections):
-                    pool.submit(self._fetch_slices, place)
+        with _Link(self._addresses[donor], self._token, self._main_limits[donor]) as link:
+            part = (donor, len(self._addresses))
+            answer, header = link.request({"step": self._step, "header": True, "part": part})
+            self._take_header(bytes(header))
+            self._slices.note_held(donor, range(*answer["held"]))
+            with ThreadPoolExecutor(self._connections_per_donor, "titan_ft_fetch") as pool:
+                for _ in range(self._connections_per_donor):
+                    pool.submit(self._fetch_slices, donor)
             if not self._slices.whole:
-                raise self._failed[place]
-            if (given := self._slices.given_by(place)) or len(self._addresses) == 1:
+                raise self._failed[donor]
+            given = self._slices.given_by(donor)
+            if given or len(self._addresses) == 1:
+                # The state is complete. A donor that does not hear the farewell only lacks an event.
                 with contextlib.suppress(OSError, ValueError, KeyError, TransferError, RefusedError):
-                    # The state is complete, this is a courtesy.
-                    first.request({"step": self._step, "done": self._joiner, "bytes": given})
+                    link.request({"step": self._step, "done": self._joiner, "bytes": given})
 
-    def _lay_out(self, header: bytes) -> None:
-        """Take in the header that a donor has sent."""
+    def _take_header(self, header: bytes) -> None:
+        """Allocate memory for the first header. All further headers must be equal to it."""
         with self._lock:
             if self._is_dropped:
                 raise TransferError("the transfer is over")
             if self._payload is None:
-                facts = msgspec.json.decode(header, type=_Facts)
-                self._payload = device.empty_host(facts.bytes, torch.uint8)
-                self._header, self._lineage = header, facts.lineage
-                self._slices.lay_out(facts.bytes)
+                fields = msgspec.json.decode(header, type=_HeaderFields)
+                self._payload = device.empty_host(fields.bytes, torch.uint8)
+                self._header = header
+                self._lineage = fields.lineage
+                self._slices.lay_out(fields.bytes)
             elif header != self._header:
                 raise TransferError("its state is not that of the other donors: their headers differ")
 
-    def _fetch_slices(self, place: int) -> None:
+    def _fetch_slices(self, donor: int) -> None:
         assert self._payload is not None, "the header comes first"
-        target, slices, limits = octets(self._payload), self._slices, self._limits[place]
+        target = octets(self._payload)
+        limits = self._slice_limits[donor]
         request = Message(step=self._step, lineage=self._lineage)
         try:
             memory = memoryview(bytearray(min(_CHUNK, target.nbytes)))
-            with _Link(self._addresses[place], self._token, limits) as link:
-                while (wanted := slices.take(place, limits)) is not None:
-                    part = memory[: len(wanted)]
-                    link.request({**request, "offset": wanted.start, "bytes": part.nbytes}, part)
-                    slices.finish(wanted, place, part, target)
-                    for each in (*self._limits, *self._farewell):
-                        each.note_slice()  # also of a donor that has given all: it waits for the others' slices
-                    self._note_share(slices.share)
-        except BaseException as error:  # noqa: BLE001  # raised again by the donor's thread
-            self._failed.setdefault(place, error)
-            limits.end()  # one of its connections failed: the others need not go on
-            slices.drop(place)
+            with _Link(self._addresses[donor], self._token, limits) as link:
+                while True:
+                    wanted = self._slices.take(donor, limits)
+                    if wanted is None:
+                        break
+                    data = memory[: len(wanted)]
+                    request_slice: Message = {
+                        **request,
+                        "offset": wanted.start,
+                        "bytes": data.nbytes,
+                    }
+                    link.request(request_slice, data)
+                    self._slices.finish(wanted, donor, data, target)
+                    # A donor that has given all its slices waits for the slices of the others. So
+                    # each slice resets the limits of all connections.
+                    for each in (*self._slice_limits, *self._main_limits):
+                        each.note_slice()
+                    self._note_share(self._slices.share)
+        except BaseException as error:  # noqa: BLE001  # the donor's thread raises it again
+            self._failed.setdefault(donor, error)
+            limits.end()  # the donor's other connections need not go on
+            self._slices.drop(donor)
 
 
 class _Slices:
-    """Which slices of a payload are missing, and who is fetching them. A slice is the range of its bytes' offsets.
+    """Which slices of a payload are missing, and which donors are asked for them; any thread.
 
-    A donor that is slow or silent must not hold up the end: who has nothing left to do fetches what it owes as well,
-    and the first answer counts. So each connection receives into memory of its own.
+    A slice is a range of offsets in the payload. A slow or silent donor must not delay the end. So a
+    connection without a missing slice asks its donor for a slice that another donor owes, and the
+    first answer counts. Therefore each connection receives into memory of its own.
     """
 
     def __init__(self, num_donors: int) -> None:
-        self._untold = set(range(num_donors))  # donors that have yet to say what they hold
-        self._held: dict[int, range] = {}  # what the others do
-        self._missing: deque[range] = deque()  # nobody fetches these
-        self._under_way: dict[range, dict[int, float]] = {}  # since when each donor is asked for it
-        self._left = self._size = 0  # bytes
-        self._finished, self._seconds = 0, 0.0  # slices, and what they took in sum
-        self._given: Counter[int] = Counter()  # bytes, by donor
-        self._is_lost = False  # nobody holds some of what is missing
+        # Donors that have not reported yet which bytes they hold, and the bytes of the others.
+        self._unreported = set(range(num_donors))
+        self._held: dict[int, range] = {}
+        self._missing: deque[range] = deque()  # slices that no donor is asked for
+        # When each donor was asked for a slice that has not arrived.
+        self._asked_at: dict[range, dict[int, float]] = {}
+        self._size = 0  # bytes
+        self._missing_bytes = 0
+        self._num_finished = 0  # slices
+        self._finished_seconds = 0.0  # sum of their durations
+        self._given_bytes: Counter[int] = Counter()  # by donor
+        self._is_lost = False  # no remaining donor holds some missing slice
         self._changed = threading.Condition()
 
     def lay_out(self, size: int) -> None:
-        """Take in how many bytes there are."""
+        """Divide a payload of `size` bytes into slices."""
         with self._changed:
-            self._left = self._size = size
-            self._missing.extend(range(start, min(start + _CHUNK, size)) for start in range(0, size, _CHUNK))
+            self._size = size
+            self._missing_bytes = size
+            for start in range(0, size, _CHUNK):
+                self._missing.append(range(start, min(start + _CHUNK, size)))
 
-    def note_held(self, place: int, held: range) -> None:
-        """Take in what a donor holds: slices end where that begins and ends."""
+    def note_held(self, donor: int, held: range) -> None:
+        """Note which bytes a donor holds. Slices are cut where that range begins and ends."""
         with self._changed:
-            self._untold.discard(place)
-            self._held[place] = held
-            self._missing = deque(part for missing in self._missing for part in self._cut(missing))
-            self._look_for_holders()
+            self._unreported.discard(donor)
+            self._held[donor] = held
+            cut: deque[range] = deque()
+            for wanted in self._missing:
+                cut.extend(self._cut(wanted))
+            self._missing = cut
+            self._check_holders()
 
     @property
     def whole(self) -> bool:
-        """Say whether all are there."""
-        return not self._left
+        """True if all slices have arrived."""
+        return self._missing_bytes == 0
 
     @property
     def share(self) -> float:
-        """Return the share of the bytes that is there."""
-        return 1.0 - self._left / self._size if self._size else 1.0
+        """Share of the bytes that have arrived."""
+        if self._size == 0:
+            return 1.0
+        return 1.0 - self._missing_bytes / self._size
 
-    def given_by(self, place: int) -> int:
-        """Return the bytes that a donor has given."""
+    def given_by(self, donor: int) -> int:
+        """Return the number of bytes that a donor has given."""
         with self._changed:
-            return self._given[place]
+            return self._given_bytes[donor]
 
-    def take(self, place: int, limits: _TransferLimits) -> range | None:
-        """Wait for a slice to fetch from a donor; None when all are there.
+    def take(self, donor: int, limits: _TransferLimits) -> range | None:
+        """Wait for a slice to ask a donor for; None if all have arrived.
 
         Raises:
-            TransferError: the time is over, or no more is wanted from this donor, or nobody holds what is missing.
+            TransferError: the time is over, the transfer is cancelled, nothing more is wanted from
+                this donor, or no remaining donor holds a missing slice.
         """
         with self._changed:
-            while self._left:
+            while self._missing_bytes:
                 limits.remaining()
                 if self._is_lost:
                     raise _IncompleteError("the donors that are left do not hold all of it")
                 now = time.monotonic()
-                wanted = self._find_missing(place) or self._find_late(place, now)
+                wanted = self._take_missing(donor) or self._find_late(donor, now)
                 if wanted is not None:
-                    self._under_way.setdefault(wanted, {})[place] = now
+                    self._asked_at.setdefault(wanted, {})[donor] = now
                     return wanted
                 self._changed.wait(_TICK_SECONDS)
             return None
 
-    def drop(self, place: int) -> None:
-        """Let other donors give what this one owes."""
+    def drop(self, donor: int) -> None:
+        """Let other donors give the slices that this donor owes."""
         with self._changed:
-            self._untold.discard(place)
-            self._held.pop(place, None)
-            for part, asked in list(self._under_way.items()):
-                if asked.pop(place, None) is not None and not asked:
-                    del self._under_way[part]
-                    self._missing.extendleft(reversed(self._cut(part)))
-            self._look_for_holders()
+            self._unreported.discard(donor)
+            self._held.pop(donor, None)
+            for wanted, asked_at in list(self._asked_at.items()):
+                was_asked = asked_at.pop(donor, None) is not None
+                if was_asked and not asked_at:
+                    del self._asked_at[wanted]
+                    self._missing.extendleft(reversed(self._cut(wanted)))
+            self._check_holders()
 
-    def finish(self, wanted: range, place: int, part: memoryview, target: memoryview) -> None:
-        """Keep a slice that a donor has given, unless another one has been faster."""
+    def finish(self, wanted: range, donor: int, data: memoryview, target: memoryview) -> None:
+        """Keep a slice that a donor has given, unless another donor has been faster."""
         with self._changed:
-            since = self._under_way.get(wanted, {}).get(place)
-            if since is None:
+            asked_at = self._asked_at.get(wanted, {}).get(donor)
+            if asked_at is None:
                 return
-            del self._under_way[wanted]
-            self._finished += 1
-            self._seconds += time.monotonic() - since
-            self._given[place] += part.nbytes
-        target[wanted.start : wanted.stop] = part
+            del self._asked_at[wanted]
+            self._num_finished += 1
+            self._finished_seconds += time.monotonic() - asked_at
+            self._given_bytes[donor] += data.nbytes
+        target[wanted.start : wanted.stop] = data  # without the lock: copying takes a while
         with self._changed:
-            self._left -= part.nbytes
+            self._missing_bytes -= data.nbytes
             self._changed.notify_all()
 
-    def _find_missing(self, place: int) -> range | None:
-        wanted = next((part for part in self._missing if self._is_held(part, place)), None)
-        if wanted is not None:
-            self._missing.remove(wanted)
-        return wanted
+    def _take_missing(self, donor: int) -> range | None:
+        for wanted in self._missing:
+            if self._is_held(wanted, donor):
+                self._missing.remove(wanted)
+                return wanted
+        return None
 
-    def _find_late(self, place: int, now: float) -> range | None:
-        """Return the slice that another donor has owed for longest, if that is too long."""
-        mean = self._seconds / self._finished if self._finished else 0.0
-        asked = {
-            part: min(by.values())
-            for part, by in self._under_way.items()
-            if place not in by and self._is_held(part, place)
-        }
-        late = min(asked, key=asked.__getitem__, default=None)
-        return None if late is None or now - asked[late] < max(_LATE_SECONDS, 2 * mean) else late
+    def _find_late(self, donor: int, now: float) -> range | None:
+        """Return the slice that other donors have owed for longest, if that is too long.
 
-    def _is_held(self, part: range, place: int) -> bool:
-        held = self._held.get(place, range(0))
-        return held.start <= part.start and part.stop <= held.stop
+        Too long is twice the mean duration of a slice, and at least `_LATE_SECONDS`.
+        """
+        oldest: range | None = None
+        oldest_at = now
+        for wanted, asked_at in self._asked_at.items():
+            if donor in asked_at or not self._is_held(wanted, donor):
+                continue
+            first_asked_at = min(asked_at.values())
+            if oldest is None or first_asked_at < oldest_at:
+                oldest = wanted
+                oldest_at = first_asked_at
+        mean_seconds = 0.0
+        if self._num_finished:
+            mean_seconds = self._finished_seconds / self._num_finished
+        if now - oldest_at < max(_LATE_SECONDS, 2 * mean_seconds):
+            return None
+        return oldest
 
-    def _look_for_holders(self) -> None:
-        """Find out whether somebody holds all that is missing, as far as all have told."""
-        held = (any(self._is_held(part, place) for place in self._held) for part in self._missing)
-        self._is_lost = not self._untold and not all(held)
+    def _is_held(self, wanted: range, donor: int) -> bool:
+        held = self._held.get(donor, range(0))
+        return held.start <= wanted.start and wanted.stop <= held.stop
+
+    def _check_holders(self) -> None:
+        """Note whether some missing slice is held by no donor, once all donors have reported."""
+        self._is_lost = not self._unreported and not all(
+            any(self._is_held(wanted, donor) for donor in self._held) for wanted in self._missing
+        )
         self._changed.notify_all()
 
-    def _cut(self, part: range) -> list[range]:
-        """Cut a slice where what a donor holds begins or ends."""
-        ends = {end for held in self._held.values() for end in (held.start, held.stop) if end in part}
-        return [range(start, stop) for start, stop in pairwise(sorted({part.start, *ends, part.stop}))]
+    def _cut(self, wanted: range) -> list[range]:
+        """Cut a slice at each beginning and end of a donor's bytes that lies within it."""
+        cuts = {wanted.start, wanted.stop}
+        for held in self._held.values():
+            cuts.update(end for end in (held.start, held.stop) if end in wanted)
+        return [range(start, stop) for start, stop in pairwise(sorted(cuts))]
 
 
 class _TransferLimits:
-    """How long the connections of one transfer wait for the donor.
+    """Limits on how long the connections of one transfer wait for a donor; any thread.
 
     Args:
-        timeout: seconds without another slice until the transfer is given up.
-        cancelled: ends it when it is set.
+        timeout: seconds without another slice after which the transfer is given up.
+        cancelled: ends the transfer when it is set.
     """
 
     def __init__(self, timeout: float, cancelled: threading.Event) -> None:
@@ -395,18 +488,18 @@ class _TransferLimits:
         self._ended = threading.Event()
 
     def note_slice(self) -> None:
-        """Count the time anew: some donor has given a slice."""
+        """Start the time anew, because a donor has given a slice."""
         self._deadline = time.monotonic() + self._timeout
 
     def end(self) -> None:
-        """Stop waiting."""
+        """End all waits of these connections."""
         self._ended.set()
 
     def remaining(self) -> float:
         """Return the seconds that are left.
 
         Raises:
-            TransferError: no time is left, or the transfer is not wanted any more.
+            TransferError: no time is left, the transfer is cancelled, or `end` was called.
         """
         if self._cancelled.is_set() or self._ended.is_set():
             raise TransferError("cancelled")
@@ -417,33 +510,51 @@ class _TransferLimits:
 
 
 class _Link:
-    """The joiner's way to the donor: one connection after another, until what was asked for is there and unharmed."""
+    """Requests to one donor, over a connection that is made again after it breaks.
+
+    One thread uses it.
+    """
 
     def __init__(self, address: str, token: str, limits: _TransferLimits) -> None:
-        self._address, self._token, self._limits = address, token, limits
-        self._connection: _Connection | None = None
+        self._address = address
+        self._token = token
+        self._limits = limits
+        self._connection: _DonorConnection | None = None
 
     def request(self, request: Message, into: memoryview | None = None) -> tuple[Message, memoryview]:
-        """Do as `_Connection.request`, again if the connection breaks or the checksum differs.
+        """Call `_DonorConnection.request`; again if the connection breaks or the checksum differs.
 
-        A connection that cannot be made, the first one or another, is an error at once: the donor is gone.
+        An error while connecting is raised at once: the donor is gone.
         """
-        breaks = mismatches = 0
+        num_breaks = 0
+        num_mismatches = 0
         while True:
             if self._connection is None:
-                self._connection = _Connection(self._address, self._token, self._limits)
+                self._connection = _DonorConnection(self._address, self._token, self._limits)
             try:
                 return self._connection.request(request, into)
             except _ChecksumError as error:
-                mismatches += 1
-                logger.warning("fetching from %s, try %d of %d: %s", self._address, mismatches, _MAX_TRIES, error)
-                if mismatches == _MAX_TRIES:
+                num_mismatches += 1
+                logger.warning(
+                    "fetching from %s, try %d of %d: %s",
+                    self._address,
+                    num_mismatches,
+                    _MAX_TRIES,
+                    error,
+                )
+                if num_mismatches == _MAX_TRIES:
                     raise
             except (OSError, ValueError, KeyError) as error:
-                breaks += 1
+                num_breaks += 1
                 self.__exit__()
-                logger.warning("the connection to %s broke, try %d of %d: %r", self._address, breaks, _MAX_TRIES, error)
-                if breaks == _MAX_TRIES:
+                logger.warning(
+                    "the connection to %s broke, try %d of %d: %r",
+                    self._address,
+                    num_breaks,
+                    _MAX_TRIES,
+                    error,
+                )
+                if num_breaks == _MAX_TRIES:
                     raise
 
     def __enter__(self) -> _Link:
@@ -455,8 +566,8 @@ class _Link:
         self._connection = None
 
 
-class _Connection:
-    """The joiner's end of one connection."""
+class _DonorConnection:
+    """The joiner's end of one connection to a donor. One thread uses it."""
 
     def __init__(self, address: str, token: str, limits: _TransferLimits) -> None:
         self._address = address
@@ -464,7 +575,8 @@ class _Connection:
         self._socket = socket.create_connection(split_address(address), timeout)
 
         def open_stream(connection: socket.socket) -> Stream:
-            return BufferedRWPair(_Incoming(connection, limits), connection.makefile("wb", buffering=0))
+            incoming = _Incoming(connection, limits)
+            return BufferedRWPair(incoming, connection.makefile("wb", buffering=0))
 
         try:
             self._sealed = prove(self._socket, address, token, open_stream)
@@ -473,27 +585,41 @@ class _Connection:
             raise
 
     def request(self, request: Message, into: memoryview | None = None) -> tuple[Message, memoryview]:
-        """Send `request` and return the answer and its bytes (written to `into` if given)."""
+        """Send a request, and return the answer and its bytes.
+
+        Args:
+            into: memory that receives the bytes; None = new memory.
+
+        Raises:
+            TransferError: the donor refuses, or sends another number of bytes.
+            _ChecksumError: the bytes differ from those that the donor sent.
+            OSError, ValueError, KeyError: the connection broke.
+        """
         self._sealed.write(request)
-        answer = self._answer()
+        answer = self._read_answer()
         size = answer["bytes"]
-        into = memoryview(bytearray(size)) if into is None else into
+        if into is None:
+            into = memoryview(bytearray(size))
         if size != into.nbytes:
             raise TransferError(f"the donor sent {size} bytes where {into.nbytes} were asked for")
-        done = 0
-        while done < size:
-            count = self._sealed.stream.readinto1(into[done:])
+        num_received = 0
+        while num_received < size:
+            count = self._sealed.stream.readinto1(into[num_received:])
             if not count:
                 raise ConnectionError("the donor closed the connection")
-            done += count
+            num_received += count
         if hashlib.sha256(into).hexdigest() != answer["sha256"]:
-            what = f"the {size} bytes at {request['offset']}" if "offset" in request else "the header"
+            what = "the header"
+            if "offset" in request:
+                what = f"the {size} bytes at {request['offset']}"
             raise _ChecksumError(f"{what} did not arrive as they were sent: the checksums differ")
         return answer, into
 
-    def _answer(self) -> Message:
-        while "waiting" in (answer := self._sealed.read()):
-            pass
+    def _read_answer(self) -> Message:
+        while True:
+            answer = self._sealed.read()
+            if "waiting" not in answer:  # else the donor has yet to take the snapshot
+                break
         if not answer:
             raise ConnectionError("the donor closed the connection")
         if "refused" in answer:
@@ -502,21 +628,22 @@ class _Connection:
             raise TransferError(answer["error"])
         return answer
 
-    def __enter__(self) -> _Connection:
+    def __enter__(self) -> _DonorConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # a line that could not be sent
+        with contextlib.suppress(OSError):  # unsent bytes of a request
             self._sealed.stream.close()
         self._sealed.connection.close()
 
 
 class _Incoming(io.RawIOBase):
-    """What comes from the donor; reading ends when the connection is silent, or the transfer lasts, too long."""
+    """The bytes from a donor. Reading ends if the connection is silent, or the transfer is over."""
 
     def __init__(self, connection: socket.socket, limits: _TransferLimits) -> None:
         connection.settimeout(_TICK_SECONDS)
-        self._socket, self._limits = connection, limits
+        self._socket = connection
+        self._limits = limits
 
     def readable(self) -> bool:
         return True
@@ -528,5 +655,6 @@ class _Incoming(io.RawIOBase):
             try:
                 return self._socket.recv_into(buffer)
             except TimeoutError:
-                if time.monotonic() - started >= self._limits.stall_seconds:
-                    raise TimeoutError(f"nothing came for {self._limits.stall_seconds:g} s") from None
+                stall_seconds = self._limits.stall_seconds
+                if time.monotonic() - started >= stall_seconds:
+                    raise TimeoutError(f"nothing came for {stall_seconds:g} s") from None

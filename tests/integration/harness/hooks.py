@@ -425,7 +425,7 @@ def install_faults() -> None:
     after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
     before(StepStrategy, "apply", lambda _, update: WORKER.at("replay" if update.sums.is_kept else "commit"))
     after(StepStrategy, "apply", lambda _, update: None if update.sums.is_kept else WORKER.at("optimizer"))
-    after(state_fetch._Connection, "request", request)
+    after(state_fetch._DonorConnection, "request", request)
     after(StateServer, "_answer", answer)
     after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))  # the data is there, the metadata is not
 

@@ -56,9 +56,11 @@ class Donor:
         """Fetch as group 4 does."""
         return fetch([self.address], token, step, "4", connections, timeout)
 
-    def connect(self, token: str = TOKEN) -> state_fetch._Connection:
+    def connect(self, token: str = TOKEN) -> state_fetch._DonorConnection:
         """Open a joiner's connection and prove the token."""
-        return state_fetch._Connection(self.address, token, state_fetch._TransferLimits(DEADLINE, threading.Event()))
+        return state_fetch._DonorConnection(
+            self.address, token, state_fetch._TransferLimits(DEADLINE, threading.Event())
+        )
 
 
 def check_equal(fetched: Snapshot, sent: Snapshot) -> None:

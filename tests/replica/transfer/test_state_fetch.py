@@ -120,7 +120,7 @@ def prove(connection: socket.socket) -> SealedStream:
 def test_a_donor_that_closes_ends_all_connections_of_a_fetch(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later step on the donor ends a fetch that is half done with the donor's words."""
     donor.publish(make_snapshot(5, 10 * CHUNK))
-    request = state_fetch._Connection.request
+    request = state_fetch._DonorConnection.request
     replaced = threading.Event()
 
     def replace_at_the_third_chunk(self: Any, message: dict[str, Any], *into: Any) -> Any:
@@ -129,7 +129,7 @@ def test_a_donor_that_closes_ends_all_connections_of_a_fetch(donor: Donor, monke
             donor.publish(make_snapshot(6, 10 * CHUNK))
         return request(self, message, *into)
 
-    monkeypatch.setattr(state_fetch._Connection, "request", replace_at_the_third_chunk)
+    monkeypatch.setattr(state_fetch._DonorConnection, "request", replace_at_the_third_chunk)
     with pytest.raises(TransferError, match=r"no state of step 5 .it has step 6"):
         donor.fetch(5)
     assert donor.served == []
@@ -181,14 +181,14 @@ def test_a_cancelled_transfer_ends(donor: Donor) -> None:
 def test_the_state_is_complete_without_the_last_word(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A donor that dies right after the last byte has served the state: telling it so is a courtesy."""
     sent = donor.publish(make_snapshot(5, 3 * CHUNK))
-    request = state_fetch._Connection.request
+    request = state_fetch._DonorConnection.request
 
     def withdraw_at_the_end(self: Any, message: dict[str, Any], *into: Any) -> Any:
         if "done" in message:
             raise ConnectionResetError("the donor died")
         return request(self, message, *into)
 
-    monkeypatch.setattr(state_fetch._Connection, "request", withdraw_at_the_end)
+    monkeypatch.setattr(state_fetch._DonorConnection, "request", withdraw_at_the_end)
     check_equal(donor.fetch(5), sent)
     assert donor.served == []
 
