@@ -1,13 +1,19 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Find out which peers this rank can exchange bytes with, in both directions.
+"""Probes: which peers can this rank exchange bytes with, in both directions?
 
-A broken exchange does not show which link broke it. So each rank asks its counterparts in the other groups, at their
-state servers: so many bytes go there and back that a path which loses large packets only is found out, and the other
-end does the same on a connection of its own, for firewalls often let one direction pass.
+A broken exchange does not show which link broke. So each rank asks its counterparts in the other
+groups, at their state servers:
 
-A peer that computes for seconds without releasing Python's global interpreter lock (a large pickle) cannot answer, and
-its group must not be left outside for that. Its kernel can: it acknowledges what arrives.
+- So many bytes travel both ways that a path which loses large packets only is noticed.
+- The other end makes a connection of its own in the opposite direction, because a firewall may let
+  one direction pass.
+
+A peer may compute for seconds without releasing Python's global interpreter lock (a large pickle),
+and cannot answer. Its group must not be left outside for that. Its kernel still acknowledges the
+bytes that arrive, so such a peer counts as reachable.
+
+See docs/failures.md.
 """
 
 from __future__ import annotations
@@ -21,7 +27,6 @@ import termios
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
@@ -32,20 +37,19 @@ from titan_ft.system.threads import call_for_each, call_within
 from titan_ft.transfer.wire import Message, SealedStream, prove
 
 CONNECT_SECONDS = 1.5  # TCP sends a lost first packet again after one second
-_BACK_SECONDS = 1.0  # for the other end's own connection; below what this end waits for its answer
+_BACK_SECONDS = 1.0
+"""Limit of each part of the opposite probe. It ends before this end stops waiting for the answer."""
 _PROBE_BYTES = 64 << 10  # each way: many packets of any size
-_BACK_BYTES = 16 << 10
-_MAX_BYTES = 1 << 20
+_BACK_BYTES = 16 << 10  # each way, in the opposite probe
+_MAX_BYTES = 1 << 20  # a request for more is no probe
 _AT_ONCE = 32  # probes
-# Sent ahead, before the other end has said anything: its kernel acknowledges it, its JSON reader skips it. More than
-# one packet, and less than a line may have.
 _BLANKS = b" " * 3000
-
-T = TypeVar("T")
+"""Sent before the other end has said anything. Its kernel acknowledges them, and its JSON reader
+skips them. They are more than one packet, and fewer bytes than a line may have."""
 
 
 class BusyError(Exception):
-    """The other end's kernel has everything that it was sent, and its process says nothing."""
+    """The other end's kernel has acknowledged all bytes, but its process does not answer."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,9 @@ class Peer:
     """The counterpart of this rank in another group.
 
     Attributes:
-        unique: names its process.
+        unique: name of its process.
         store: host:port of its group's store.
-        address: host:port of its state server; empty = not known, to be read from its group's store.
+        address: host:port of its state server; empty = not known, but in its group's store.
     """
 
     unique: str
@@ -64,79 +68,99 @@ class Peer:
 
 
 class Probe:
-    """Asks peers for an answer over the network that exchanges use.
+    """Probes peers over the network that the exchanges use.
+
+    `Partition` and `Membership` call it. Each call makes up to 32 probes at a time on threads of
+    their own, and takes a few seconds at most.
 
     Args:
         token: the run's shared secret.
         address: host:port of this rank's own state server.
-        group_rank: of this rank, and so of its peers.
+        group_rank: number of this rank, and so of its peers.
     """
 
     def __init__(self, token: str, address: str, group_rank: int) -> None:
-        self._token, self._address, self._group_rank = token, address, group_rank
+        self._token = token
+        self._address = address
+        self._group_rank = group_rank
 
     def __call__(self, peers: Sequence[Peer]) -> dict[str, str]:
-        """Return why those peers that cannot be reached cannot, by their `unique`; takes a few seconds at most.
+        """Return the peers that cannot be reached, and the reasons, by `unique`.
 
-        One that is another run's, whose token is wrong or that computes can be reached.
+        A peer of another run, with another token, or busy with a computation can be reached.
         """
-        errors = self._ask_all(peers).items()
-        return {
-            unique: first_line(error) for unique, error in errors if not isinstance(error, RefusedError | BusyError)
-        }
+        reasons = {}
+        for unique, error in self._ask_all(peers).items():
+            if not isinstance(error, RefusedError | BusyError):
+                reasons[unique] = first_line(error)
+        return reasons
 
     def find_answering(self, peers: Sequence[Peer]) -> list[Peer]:
-        """Return those of `peers` that answer, and so are neither gone nor frozen; takes a few seconds at most."""
+        """Return the peers that answer, and so are neither gone nor frozen."""
         errors = self._ask_all(peers)
         return [peer for peer in peers if peer.unique not in errors]
 
     def _ask_all(self, peers: Sequence[Peer]) -> dict[str, Exception]:
+        """Return the errors of the probes that failed, by `unique`."""
         errors = call_for_each(self._ask, peers, "titan_ft_probe", _AT_ONCE)
-        return {peer.unique: error for peer, error in zip(peers, errors, strict=True) if error is not None}
+        by_unique = {}
+        for peer, error in zip(peers, errors, strict=True):
+            if error is not None:
+                by_unique[peer.unique] = error
+        return by_unique
 
     def _ask(self, peer: Peer) -> Exception | None:
         try:
-            if self._group_rank > 0:  # the ranks of all groups meet at a store, and its host is rank 0's
+            if self._group_rank > 0:
+                # The ranks of all groups meet at a store, which is on rank 0's host.
                 check_listens(peer.store, CONNECT_SECONDS)
             address = peer.address or look_up(peer, self._group_rank, self._token)
             try:
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
-            except ConnectionError:  # such as one that was taken for a broken exchange's, and closed with it
+            except ConnectionError:
+                # Once more: an abort of the exchange may have closed this connection as well.
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
         except (OSError, ValueError, KeyError, RuntimeError, RefusedError, BusyError) as error:
-            return error  # what network and store do; no bug of ours
+            return error  # errors of the network and the store; other errors are bugs
         return None
 
 
 def address_key(unique: str, group_rank: int) -> str:
-    """Return the key in a group's store of the address of a rank's state server."""
+    """Return the key under which a group's store has the address of a rank's state server."""
     return f"titan_ft/address/{unique}/{group_rank}"
 
 
 def round_trip(address: str, token: str, seconds: float, size: int, back: str = "") -> None:
-    """Send `size` bytes to the state server at `address` and have them sent back.
+    """Send `size` random bytes to a state server, which sends them back.
 
     Args:
-        seconds: for each thing that the other end does.
-        back: host:port that the other end is to connect to for a round trip of its own.
+        address: host:port of the server.
+        seconds: limit of each part of the conversation.
+        back: host:port to which the other end makes a round trip of its own; empty = none.
 
     Raises:
-        OSError, ValueError: it cannot be reached, or not from there.
-        RefusedError: it can, but does not know the token.
-        BusyError: it can, but does not answer now.
+        OSError, ValueError: the server cannot be reached, or cannot reach `back`.
+        RefusedError: the server can be reached, but does not know the token.
+        BusyError: the server can be reached, but does not answer now.
     """
     with contextlib.closing(_connect(address, seconds)) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the last bytes wait for no delayed ACK
+        # The last bytes must not wait for a delayed acknowledgement.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(_BLANKS)
         try:
             sealed = prove(connection, address, token)
         except TimeoutError as error:
-            # After the greeting silence means a bad network: large packets may be lost where small ones pass.
+            # After the greeting, silence means a bad network: it may lose large packets and pass
+            # small ones.
             if connection.fileno() >= 0 and _is_all_acknowledged(connection):
-                raise BusyError(f"{address} takes what it is sent and does not answer") from error
+                text = f"{address} takes what it is sent and does not answer"
+                raise BusyError(text) from error
             raise
         with contextlib.closing(sealed.connection):
-            sealed.connection.settimeout(seconds + (_BACK_SECONDS if back else 0.0))
+            timeout = seconds
+            if back:
+                timeout += _BACK_SECONDS
+            sealed.connection.settimeout(timeout)
             payload = os.urandom(size)
             sealed.write({"probe": size, "back": back})
             sealed.stream.write(payload)
@@ -149,8 +173,9 @@ def round_trip(address: str, token: str, seconds: float, size: int, back: str = 
 
 
 def answer_probe(sealed: SealedStream, request: Message, token: str) -> None:
-    """Do the state server's part of `round_trip`, whose handshake is over."""
-    size, back = request["probe"], request.get("back", "")
+    """Answer the request of `round_trip`; the state server calls it after the handshake."""
+    size = request["probe"]
+    back = request.get("back", "")
     if size > _MAX_BYTES:
         raise ValueError("not a probe")
     payload = sealed.stream.read(size)
@@ -168,12 +193,13 @@ def answer_probe(sealed: SealedStream, request: Message, token: str) -> None:
 
 
 def check_listens(address: str, seconds: float) -> None:
-    """Connect to host:port and close the connection.
+    """Check that a process listens at host:port.
 
-    Before torch's store is opened: its client connects again and again to a port at which nobody listens any more.
+    Call it before opening torch's store, whose client connects again and again to a port at which
+    nobody listens any more.
 
     Raises:
-        OSError: nobody listens there, or the way there is dead.
+        OSError: nobody listens there, or the network to it is dead.
     """
     _connect(address, seconds).close()
 
@@ -183,25 +209,30 @@ def _connect(address: str, seconds: float) -> socket.socket:
 
 
 def _is_all_acknowledged(connection: socket.socket) -> bool:
-    """Say whether the other end's kernel has acknowledged all that was sent (tcp(7), SIOCOUTQ; it is TIOCOUTQ)."""
-    (unacknowledged,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, struct.pack("i", 0)))
-    return bool(unacknowledged == 0)
+    """True if the other end's kernel has acknowledged all sent bytes.
+
+    See tcp(7), SIOCOUTQ, which has the same number as TIOCOUTQ.
+    """
+    answer = fcntl.ioctl(connection, termios.TIOCOUTQ, struct.pack("i", 0))
+    (num_unacknowledged,) = struct.unpack("i", answer)
+    return bool(num_unacknowledged == 0)
 
 
 def look_up(peer: Peer, group_rank: int, token: str) -> str:
-    """Read the address of the peer's state server in its group's store.
+    """Read the address of the peer's state server from its group's store.
 
     Args:
         token: the run's shared secret.
 
     Raises:
-        OSError, RuntimeError: the store does not answer, or a process of another run wrote the address.
+        OSError, RuntimeError: the store does not answer, or the address has no valid seal.
     """
     check_listens(peer.store, CONNECT_SECONDS)
 
     def read() -> str:
         timeout = timedelta(seconds=CONNECT_SECONDS)
-        store = TCPStore(*split_address(peer.store), is_master=False, wait_for_workers=False, timeout=timeout)
+        host, port = split_address(peer.store)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         key = address_key(peer.unique, group_rank)
         return remove_seal(token, key, store.get(key).decode(errors="replace"))
 

@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""TLS of a transfer (`transfer_tls`): who reads along on the network sees no weights.
+"""TLS for transfers (`transfer_tls`), so that nobody on the network can read the weights.
 
-A donor makes a certificate of its own at its start. No authority signs it, and no name is in it: the
-proofs of the handshake cover its fingerprint (`wire.py`), so an end that does not know the run's token
-cannot put its own certificate in its place.
+A donor makes a certificate of its own at its start. No authority signs it, and it contains no name.
+Instead, the proofs of the handshake cover its fingerprint (`wire.py`). So an end without the run's
+token cannot put its own certificate in the donor's place.
 """
 
 from __future__ import annotations
@@ -18,11 +18,20 @@ import tempfile
 from dataclasses import dataclass
 
 _COMMAND = (
-    *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+    *(
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ),
     *("-days", "3650", "-subj", "/CN=titan_ft", "-keyout", "-", "-out", "-"),
 )
-"""Prints a private key and its certificate. Python's standard library makes none."""
-_SECONDS = 30.0
+"""Prints a private key and its certificate. Python's standard library cannot make these."""
+_COMMAND_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -30,8 +39,8 @@ class Certificate:
     """A donor's certificate.
 
     Attributes:
-        context: has its private key.
-        fingerprint: SHA-256, in hex.
+        context: contains the private key.
+        fingerprint: SHA-256 of the certificate, in hex.
     """
 
     context: ssl.SSLContext
@@ -39,31 +48,39 @@ class Certificate:
 
     @classmethod
     def make(cls) -> Certificate:
-        """Make one with the command openssl.
+        """Make a certificate with the command openssl.
 
         Raises:
-            OSError: openssl is not there, or fails.
+            OSError: openssl is missing, or fails.
         """
         try:
-            made = subprocess.run(_COMMAND, capture_output=True, check=True, timeout=_SECONDS).stdout
+            process = subprocess.run(_COMMAND, capture_output=True, check=True, timeout=_COMMAND_SECONDS)
         except subprocess.SubprocessError as error:
             raise OSError(f"{error}") from error
+        pem = process.stdout  # the private key, then the certificate
         context = _make_context(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # nobody resumes a session
-        with tempfile.NamedTemporaryFile() as file:  # readable by this user alone
-            file.write(made)
+        with tempfile.NamedTemporaryFile() as file:  # only this user can read it
+            file.write(pem)
             file.flush()
             context.load_cert_chain(file.name)
-        _, mark, rest = made.decode().partition("-----BEGIN CERTIFICATE-----")
-        return cls(context, _digest(ssl.PEM_cert_to_DER_cert(mark + rest.strip())))
+        _, header, rest = pem.decode().partition("-----BEGIN CERTIFICATE-----")
+        return cls(context, _digest(ssl.PEM_cert_to_DER_cert(header + rest.strip())))
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
-        """Begin TLS as the donor. The connection given is of no use any more."""
+        """Start TLS as the donor. Use the returned connection from now on."""
         return self.context.wrap_socket(connection, server_side=True)
 
 
 def connect(connection: socket.socket) -> tuple[ssl.SSLSocket, str]:
-    """Begin TLS as the joiner; returns the connection, and the fingerprint of the donor's certificate."""
+    """Start TLS as the joiner.
+
+    Returns:
+        The connection to use from now on, and the fingerprint of the donor's certificate.
+
+    Raises:
+        ConnectionError: the donor has no certificate.
+    """
     context = _make_context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the proofs of the handshake cover the fingerprint

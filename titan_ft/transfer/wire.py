@@ -1,42 +1,48 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The wire of a heal: how a snapshot comes from a donor's host memory to a joiner, in the background of both.
+"""The protocol of a transfer: how a snapshot travels from a donor's host memory to a joiner.
 
-torchft's HTTP transport listens on every interface, asks nobody who he is and can unpickle what it is sent. This one
-(`state_server.py` is the donor's side, `state_fetch.py` the joiner's) listens on one address and moves nothing but a
-JSON header and raw tensor bytes.
+`state_server.py` is the donor's side, `state_fetch.py` the joiner's. torchft's HTTP transport listens
+on every interface, authenticates nobody, and can unpickle the bytes that it receives. This protocol
+listens on one address, and moves only a JSON header and raw tensor bytes.
 
-A connection begins with a handshake, in which both ends prove the run's token without sending it:
+**Handshake.** Both ends prove that they know the run's token, without sending it:
 
-    donor to joiner: {"nonce", "version"}, with {"tls": true} TLS begins after it (`tls.py`)
+    donor to joiner: {"nonce", "version"}; with {"tls": true}, TLS starts after this line (`tls.py`)
     joiner to donor: {"nonce", "proof", "version"}
     donor to joiner: {"proof"}, or {"refused": text}
 
-A proof is an HMAC over both nonces, so a recorded one is worth nothing. It covers the address that the joiner has
-dialed, so a relay at another address gets no proof that the donor accepts. It covers the fingerprint of the donor's
-certificate, so that neither another certificate nor a connection without TLS passes for the donor's.
+A proof is an HMAC. It covers:
 
-After the handshake both ends have a key that nobody else can compute, and each line ends with its HMAC
-(`SealedStream`): a relay on the wire can neither change a line, nor leave one out, nor repeat one, nor answer another
-request. Without TLS the bytes are readable on the wire.
+- both nonces, so a recorded proof is worth nothing;
+- the address that the joiner has dialed, so a relay at another address gets no proof that the donor
+  accepts;
+- the fingerprint of the donor's certificate, so neither another certificate nor a connection without
+  TLS passes for the donor's.
 
-A connection carries one request line after another: {"step", "lineage", "offset", "bytes"} for a range of the payload,
-"header" in place of "offset" for the header, "done" when the joiner has everything, "bytes" of it from here. Each
-answer is a line {"bytes": n, "sha256": their digest} or {"error": text}, then n raw bytes. While the donor has yet to
-take the snapshot, a line {"waiting": step} now and then comes before it, so that silence always means that something is
-wrong.
+**Lines.** After the handshake both ends have a key that nobody else can compute. Each line ends with
+its HMAC (`SealedStream`). So a relay cannot change, omit or repeat a line, and cannot answer another
+request. Without TLS, the bytes can be read on the network.
 
-A request for the header says by "part": [place, number] which of the joiner's donors this one is: where its host's
-memory is scarce, it copies that part of the state only. The answer says by "held" where the donor's bytes of the
-payload begin and end.
+**Requests.** A connection carries one request after the other. Each answer is a line
+{"bytes": n, "sha256": digest of the bytes}, followed by n raw bytes, or a line {"error": text}. While
+the donor has not taken the snapshot yet, it sends a line {"waiting": step} now and then before the
+answer. So silence always means a failure. The requests are:
 
-A request {"offer": true, "step"} is answered by {"step", "lineage", "digest"} of the state that the donor lets joiners
-have until its next update (`offer.py`), with {"milliseconds"} that its last step took and {"elapsed_milliseconds"}
-since the offer began; or by {"error": text} if it is none. A donor that has yet to make so many updates answers when it
-has, or after a second with what it offers then.
+- {"step", "lineage", "offset", "bytes"}: a range of the payload.
+- {"step", "header", "part": [index, count]}: the header. The part says which of the joiner's donors
+  this one is: a donor whose host has scarce memory copies that part of the state only. In the answer,
+  {"held"} has the beginning and end of the donor's bytes in the payload.
+- {"step", "done": joiner, "bytes"}: the joiner has the whole state, and so many bytes of it came from
+  this donor.
+- {"offer": true, "step"}: which state does the donor offer? The answer is {"step", "lineage",
+  "digest"}, with the duration of the donor's last step in {"milliseconds"} and the time since the
+  offer began in {"elapsed_milliseconds"}; or {"error": text}. A donor with fewer than `step` updates
+  answers when it has so many, or after a second with its present offer (`engine/offer.py`).
+- {"probe": n, "back": address}, followed by n bytes: the donor answers {"bytes": n} and sends the
+  bytes back (`reach.py`). On such a connection blanks precede the joiner's first line.
 
-A request {"probe": n, "back": address} is followed by n bytes, which come back behind {"bytes": n}: whether two ranks
-reach each other at all (`reach.py`); the joiner's first line has blanks before it then.
+A line with a field of another type is refused.
 """
 
 from __future__ import annotations
@@ -59,10 +65,10 @@ from titan_ft.transfer import tls
 
 TOKEN_REMEDY = "all groups of a run must have the same TITAN_FT_TOKEN in their environment"
 VERSION = 2
-"""Of the handshake and of the lines after it. Ends of two versions refuse each other."""
+"""Version of this protocol. Ends with different versions refuse each other."""
 _VERSION_REMEDY = "all groups of a run must have the same titan_ft"
 
-_MAX_LINE = 4096  # a request or an answer line is far shorter; a stranger's may not be
+_MAX_LINE = 4096  # bytes; our lines are far shorter, a stranger's line may not be
 _SEAL_BYTES = 2 * hashlib.sha256().digest_size  # in hex
 
 
@@ -71,12 +77,12 @@ Stream: TypeAlias = "BufferedRWPair[Any, Any]"
 
 
 class Message(TypedDict, total=False):
-    """One line, from either end; which fields come together is said above. One of another type is refused."""
+    """One line, from either end. The module's docstring says which fields belong together."""
 
     nonce: str
     version: int
     tls: bool
-    proof: Any  # of any type: a wrong proof gets the answer `refused`, not a broken connection
+    proof: Any  # any type: a wrong proof must get the answer `refused`, not a broken connection
     refused: str
     step: int
     lineage: int
@@ -98,20 +104,20 @@ class Message(TypedDict, total=False):
 
 
 class TransferError(RuntimeError):
-    """The state could not be fetched; another donor may have it."""
+    """The state could not be fetched. Another donor may have it."""
 
 
 class SealError(ValueError):
-    """A line is not what the other end has sent in this place of the conversation."""
+    """The other end has not sent this line, or not at this place of the conversation."""
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """What the proofs of one connection cover.
+    """The values that the proofs of one connection cover.
 
     Attributes:
-        address: host:port that the joiner dials, and that the donor is known by.
-        fingerprint: of the donor's certificate; empty = no TLS.
+        address: host:port that the joiner dials.
+        fingerprint: fingerprint of the donor's certificate; empty = no TLS.
     """
 
     token: str = field(repr=False)  # a log line must not show it
@@ -121,87 +127,105 @@ class Handshake:
     fingerprint: str = ""
 
     def derive(self, purpose: str) -> bytes:
-        """Return what only who knows the token can compute; each purpose gives another value."""
-        nonces = (self.donor_nonce, self.joiner_nonce)
-        said = ["titan_ft transfer", VERSION, purpose, *nonces, self.address, self.fingerprint]
-        return hmac.digest(self.token.encode(), msgspec.json.encode(said), "sha256")
+        """Return a value that only a process with the token can compute, for one purpose."""
+        covered = [
+            "titan_ft transfer",
+            VERSION,
+            purpose,
+            self.donor_nonce,
+            self.joiner_nonce,
+            self.address,
+            self.fingerprint,
+        ]
+        return hmac.digest(self.token.encode(), msgspec.json.encode(covered), "sha256")
 
     def proof(self, role: str) -> str:
-        """Return the proof of an end; `role` is "donor" or "joiner", so that no end can send it back."""
+        """Return the proof of one end.
+
+        Args:
+            role: "donor" or "joiner". An end cannot send the other end's proof back as its own.
+        """
         return self.derive(role).hex()
 
 
 class SealedStream:
-    """One end of a connection whose handshake is over.
+    """One end of a connection after the handshake. One thread uses it.
 
-    Each line ends with an HMAC that covers the line, its sender and the HMAC of the line before, whoever has sent that.
-    So all of the conversation so far must be the same at both ends.
+    Each line ends with an HMAC over the line, its sender, and the HMAC of the line before, which
+    either end may have sent. So both ends must have seen the same conversation so far.
 
     Attributes:
-        connection: its socket, to be closed.
-        stream: raw bytes after a line; the line says how to check them.
+        connection: the socket. The owner of this object closes it.
+        stream: carries the raw bytes after a line. The line has their digest.
     """
 
     def __init__(self, connection: socket.socket, stream: Stream, handshake: Handshake, role: str) -> None:
-        self.connection, self.stream = connection, stream
+        self.connection = connection
+        self.stream = stream
         self._key = handshake.derive("key")
-        self._own, self._others = (b"joiner", b"donor") if role == "joiner" else (b"donor", b"joiner")
-        self._last = b""
+        self._own_role = role.encode()
+        self._others_role = b"donor" if role == "joiner" else b"joiner"
+        self._last_seal = b""  # of either end
 
     def write(self, message: Message) -> None:
         """Send one line."""
         line = msgspec.json.encode(message)
-        self.stream.write(line + self._seal(self._own, line) + b"\n")
+        self.stream.write(line + self._seal(self._own_role, line) + b"\n")
         self.stream.flush()
 
     def read(self) -> Message:
-        """Read one line; an empty message says that the other end closed the connection.
+        """Read one line. Returns an empty message if the other end has closed the connection.
 
         Raises:
-            SealError: the other end has not sent it, or not here.
-            ValueError: it is none, or a field of it has another type.
+            SealError: the other end has not sent this line, or not at this place.
+            ValueError: the line is no message, or a field has another type.
         """
         line = self.stream.readline(_MAX_LINE)
         if not line:
             return {}
-        text, end = line[: -_SEAL_BYTES - 1], line[-_SEAL_BYTES - 1 :]
-        if not hmac.compare_digest(self._seal(self._others, text) + b"\n", end):
+        text = line[: -_SEAL_BYTES - 1]
+        found = line[-_SEAL_BYTES - 1 :]
+        expected = self._seal(self._others_role, text) + b"\n"
+        if not hmac.compare_digest(expected, found):
             raise SealError("a line is not what the other end has sent")
         return msgspec.json.decode(text, type=Message)
 
     def _seal(self, sender: bytes, line: bytes) -> bytes:
-        self._last = hmac.digest(self._key, b"%s:%s:%s" % (sender, self._last, line), "sha256").hex().encode()
-        return self._last
+        covered = b"%s:%s:%s" % (sender, self._last_seal, line)
+        self._last_seal = hmac.digest(self._key, covered, "sha256").hex().encode()
+        return self._last_seal
 
 
-def same(expected: str, given: object) -> bool:
-    """Say whether `given` is the expected proof, in a time that reveals nothing about it."""
+def is_proof(expected: str, given: object) -> bool:
+    """True if `given` is the expected proof. The comparison always takes the same time."""
     return hmac.compare_digest(expected.encode(), str(given).encode())
 
 
 def octets(payload: torch.Tensor) -> memoryview:
-    """Return the bytes of a snapshot's payload, not copied."""
+    """Return the bytes of a snapshot's payload, without copying them."""
     return memoryview(payload.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 def write_line(stream: Stream, message: Message) -> None:
-    """Send one line."""
+    """Send one line without a seal."""
     stream.write(msgspec.json.encode(message) + b"\n")
     stream.flush()
 
 
 def read_line(stream: Stream) -> Message:
-    """Read one line; an empty message says that the other end closed the connection.
+    """Read one line without a seal. Returns an empty message at the end of the connection.
 
     Raises:
-        ValueError: it is none, or a field of it has another type.
+        ValueError: the line is no message, or a field has another type.
     """
     line = stream.readline(_MAX_LINE)
-    return msgspec.json.decode(line, type=Message) if line else {}
+    if not line:
+        return {}
+    return msgspec.json.decode(line, type=Message)
 
 
 def open_stream(connection: socket.socket) -> Stream:
-    """Return a stream of the bytes of a connection."""
+    """Return a stream over a connection, with the connection's timeout."""
     return connection.makefile("rwb")
 
 
@@ -211,48 +235,59 @@ def prove(
     token: str,
     open_stream: Callable[[socket.socket], Stream] = open_stream,
 ) -> SealedStream:
-    """Show the state server at `address` that this end knows the token, and make sure that the server does.
+    """Make the handshake as the joiner.
 
     Args:
-        connection: is of no use any more if TLS has begun; close that of what is returned.
+        connection: to the state server at `address`. After TLS has started, only the connection of
+            the result can be used and closed.
+        open_stream: opens a stream whose reads end when the transfer is given up.
 
     Raises:
-        ConnectionError: it closed the connection.
-        RefusedError: one end does not know the other's token, or is of another version.
+        ConnectionError: the server closed the connection.
+        RefusedError: one end does not know the other's token, or has another version.
     """
-    timeout, fingerprint = connection.gettimeout(), ""
-    stream = open_stream(connection)  # whose reads may have a shorter timeout than TLS needs to begin
+    timeout = connection.gettimeout()
+    fingerprint = ""
+    stream = open_stream(connection)  # may set a shorter timeout on the connection
     greeting = _read_answer(stream, address)
     if greeting.get("version") != VERSION:
         raise RefusedError(f"the donor at {address} speaks another version of the transfer; {_VERSION_REMEDY}")
     secured: socket.socket | None = None
     if greeting.get("tls"):
-        connection.settimeout(timeout)
-        connection, fingerprint = tls.connect(connection)
-        secured, stream = connection, open_stream(connection)
+        connection.settimeout(timeout)  # the start of TLS may need more time than one read
+        secured, fingerprint = tls.connect(connection)
+        connection = secured
+        stream = open_stream(connection)
     try:
         handshake = Handshake(token, greeting["nonce"], secrets.token_hex(16), address, fingerprint)
-        write_line(stream, {"nonce": handshake.joiner_nonce, "proof": handshake.proof("joiner"), "version": VERSION})
-        if not same(handshake.proof("donor"), _read_answer(stream, address).get("proof")):
+        hello = Message(nonce=handshake.joiner_nonce, proof=handshake.proof("joiner"), version=VERSION)
+        write_line(stream, hello)
+        answer = _read_answer(stream, address)
+        if not is_proof(handshake.proof("donor"), answer.get("proof")):
             raise RefusedError(f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}")
     except BaseException:
-        if secured is not None:  # the caller closes the other one, and may ask its kernel why it was silent
+        # The caller closes the connection without TLS, and may first ask its kernel why the other
+        # end was silent.
+        if secured is not None:
             secured.close()
         raise
     return SealedStream(connection, stream, handshake, "joiner")
 
 
 def check_joiner(
-    connection: socket.socket, address: str, token: str, certificate: tls.Certificate | None = None
+    connection: socket.socket,
+    address: str,
+    token: str,
+    certificate: tls.Certificate | None = None,
 ) -> SealedStream:
-    """Do the donor's part of `prove`.
+    """Make the handshake as the donor.
 
     Args:
         address: host:port that joiners dial.
-        certificate: of this donor; None = without TLS.
+        certificate: the donor's certificate; None = no TLS.
 
     Raises:
-        ConnectionError: the joiner is refused, and has been answered why.
+        ConnectionError: the joiner was refused, and the answer had the reason.
     """
     greeting = Message(nonce=secrets.token_hex(16), version=VERSION)
     if certificate is not None:
@@ -261,15 +296,17 @@ def check_joiner(
     fingerprint = ""
     if certificate is not None:
         _skip_blanks(connection)
-        connection, fingerprint = certificate.accept(connection), certificate.fingerprint
+        connection = certificate.accept(connection)
+        fingerprint = certificate.fingerprint
     try:
         stream = open_stream(connection)
         hello = read_line(stream)
         handshake = Handshake(token, greeting["nonce"], hello.get("nonce", ""), address, fingerprint)
         reason = ""
-        if not same(handshake.proof("joiner"), hello.get("proof")):
+        if not is_proof(handshake.proof("joiner"), hello.get("proof")):
             reason = f"the donor does not accept this group's token, or not at this address; {TOKEN_REMEDY}"
-        if hello.get("version") != VERSION:  # a process before version 2 says none, and reports this line
+        if hello.get("version") != VERSION:
+            # After the proof, whose error would mislead: version 1 has another proof.
             reason = f"the donor speaks another version of the transfer; {_VERSION_REMEDY}"
         if reason:
             write_line(stream, {"refused": reason})
@@ -282,9 +319,13 @@ def check_joiner(
 
 
 def _skip_blanks(connection: socket.socket) -> None:
-    """Read the blanks that a probe sends ahead (`reach.py`): they come before TLS begins."""
-    while (ahead := connection.recv(_MAX_LINE, socket.MSG_PEEK))[:1] == b" ":
-        connection.recv(len(ahead) - len(ahead.lstrip(b" ")))
+    """Read the blanks that a probe sends before TLS starts (`reach.py`)."""
+    while True:
+        ahead = connection.recv(_MAX_LINE, socket.MSG_PEEK)  # leaves the bytes in the kernel
+        num_blanks = len(ahead) - len(ahead.lstrip(b" "))
+        if num_blanks == 0:
+            return
+        connection.recv(num_blanks)
 
 
 def _read_answer(stream: Stream, address: str) -> Message:

@@ -410,7 +410,7 @@ def install_faults() -> None:
             WORKER.mark("fetched")
             WORKER.pause_transfer()
 
-    def answer(_: Any, __: Any, request: dict[str, Any], *___: Any) -> None:
+    def answer(_: Any, request: dict[str, Any], *__: Any) -> None:
         if "offset" in request:
             WORKER.mark("serving")
             WORKER.at("serve")

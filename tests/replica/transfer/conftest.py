@@ -66,12 +66,12 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         asked: list[Any] = []
         answer = StateServer._answer
 
-        def watched(stream: Any, connection: Any, request: dict[str, Any], snapshot: Snapshot, send: Any) -> None:
+        def watched(stream: Any, request: dict[str, Any], snapshot: Snapshot, send: Any) -> None:
             if "done" not in request:
                 place = request.get("offset", "header")
                 asked.append(place)
                 send = interfere(place, asked.count(place), send)
-            answer(stream, connection, request, snapshot, send)
+            answer(stream, request, snapshot, send)
 
         monkeypatch.setattr(StateServer, "_answer", staticmethod(watched))
         return asked
