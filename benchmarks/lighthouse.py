@@ -24,7 +24,7 @@ from torchft.coordination import LighthouseClient
 
 from benchmarks.run import progress
 from titan_ft.launch.gate import raise_descriptor_limit
-from titan_ft.membership.pulse import Status
+from titan_ft.membership.pulse import LighthouseStatus
 from titan_ft.protocol.member import Member
 from titan_ft.system.threads import call_for_each
 
@@ -50,7 +50,9 @@ sys.exit(main())
 _ROOT = Path(__file__).parents[1]
 
 
-def measure_lighthouses(sizes: Sequence[tuple[int, int]] = SIZES) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure_lighthouses(
+    sizes: Sequence[tuple[int, int]] = SIZES,
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name and figures of each number of groups and names."""
     for num_groups, num_former in sizes:
         yield f"lighthouse-{num_groups}-{num_former}", measure(num_groups, num_former)
@@ -88,7 +90,7 @@ def measure(num_groups: int, num_former: int, num_quorums: int = QUORUMS) -> dic
         with urllib.request.urlopen(f"{address}/status") as answer:
             page = answer.read()
         began = time.thread_time()
-        Status.parse(page.decode())
+        LighthouseStatus.parse(page.decode())
         page_cpu = time.thread_time() - began
         memory = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
         figures = {
@@ -107,7 +109,15 @@ def measure(num_groups: int, num_former: int, num_quorums: int = QUORUMS) -> dic
 
 def _member(slot: int, number: int) -> Member:
     """Return a name as long as those of a job are."""
-    return Member(slot, 1.7e9 + number, f"{number:032x}", "c0ffee0123456789", "bench", "10.0.0.1:29500", "0" * 16)
+    return Member(
+        slot,
+        1.7e9 + number,
+        f"{number:032x}",
+        "c0ffee0123456789",
+        "bench",
+        "10.0.0.1:29500",
+        "0" * 16,
+    )
 
 
 def _shares(names: Sequence[str]) -> list[Sequence[str]]:

@@ -24,7 +24,7 @@ import pytest
 from tests.simulation import lighthouse as model
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network
-from titan_ft.membership.pulse import Status
+from titan_ft.membership.pulse import LighthouseStatus
 
 _TICK, _HEARTBEAT_TIMEOUT, _JOIN_TIMEOUT, _INTERVAL = 0.02, 0.6, 1.2, 0.05
 _SECONDS = timedelta(seconds=10)
@@ -391,7 +391,7 @@ def status_page(world: Lighthouses) -> Iterator[Any]:
     """The page has everybody that was ever heard of, the last quorum, and how many ask."""
 
     def look() -> tuple[list[str], tuple[str, ...], int]:
-        status = Status.parse(world.page())
+        status = LighthouseStatus.parse(world.page())
         assert all(0 <= seconds < 2 * _HEARTBEAT_TIMEOUT for seconds in status.heartbeats.values())
         return sorted(status.heartbeats), status.quorum, status.num_asking
 

@@ -41,8 +41,8 @@ from titan_ft.membership.partition import Partition
 from titan_ft.membership.pulse import (
     CLOSEST,
     SILENT_BEATS,
+    LighthouseStatus,
     Pulse,
-    Status,
     StatusPage,
     Watch,
     expects_former,
@@ -466,7 +466,7 @@ class Membership:
             raise ConnectionError("none of them lives and can be reached")
         return addresses
 
-    def _read_status(self) -> Status:
+    def _read_status(self) -> LighthouseStatus:
         """Read the lighthouse's page.
 
         Raises:
@@ -477,7 +477,7 @@ class Membership:
             raise ConnectionError("the lighthouse's page cannot be read")
         return status
 
-    def _find_peers(self, status: Status) -> dict[int, Peer]:
+    def _find_peers(self, status: LighthouseStatus) -> dict[int, Peer]:
         """Return this rank's counterparts in the living groups, by slot; without addresses."""
         peers = {}
         for member in find_living(self.member, status, self._heartbeat_timeout):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from titan_ft.membership.pulse import (
+    LighthouseStatus,
     Pulse,
-    Status,
     StatusPage,
     Watch,
     expects_former,
@@ -128,17 +128,17 @@ def watch(lighthouse: Lighthouse) -> Iterator[Callable[..., tuple[Pulse, queue.S
 
 def test_the_status_page_is_read() -> None:
     """It gives replica ids, unescaped: the seconds since each was heard of, and the members of the last quorum."""
-    assert Status.parse(PAGE) == Status({"0:a/b": 0.021028435, "1:c": 3.5}, ("0:a/b", "3:<own>"))
-    assert Status.parse("") == Status({}, (), 0)
+    assert LighthouseStatus.parse(PAGE) == LighthouseStatus({"0:a/b": 0.021028435, "1:c": 3.5}, ("0:a/b", "3:<own>"))
+    assert LighthouseStatus.parse("") == LighthouseStatus({}, (), 0)
     waiting = "New quorum not ready, only have 2 participants, need at least half of 5 healthy workers "
-    assert Status.parse(f"{waiting}[2/3 participants healthy][5 heartbeating]").num_asking == 2
+    assert LighthouseStatus.parse(f"{waiting}[2/3 participants healthy][5 heartbeating]").num_asking == 2
 
 
 def test_a_line_in_a_strangers_name_makes_nobody_silent() -> None:
     """A stranger's name may have line feeds in it. The youngest line about a group is the lighthouse's own."""
     forged = "    x\n    1:c: seen 99999.5s ago\n    y: seen 0.01s ago\n"
     for page in (forged + PAGE, PAGE + forged):
-        assert Status.parse(page).heartbeats["1:c"] == 3.5
+        assert LighthouseStatus.parse(page).heartbeats["1:c"] == 3.5
 
 
 OTHER = Member(1, 2.5, "other", "digest", job="job")
@@ -179,9 +179,9 @@ def test_who_lives_outside_of_a_quorum() -> None:
         replace(OTHER, slot=6, shape="another").replica_id: 0.1,
         "a stranger": 0.1,
     }
-    assert find_outsiders(OWN, [OWN], Status(beats), 0.5) == [1]
-    assert find_outsiders(OWN, [OWN], Status(beats), 1.0) == [1, 2]
-    assert find_outsiders(OWN, [OWN, replace(OTHER, unique="another process")], Status(beats), 0.5) == []
+    assert find_outsiders(OWN, [OWN], LighthouseStatus(beats), 0.5) == [1]
+    assert find_outsiders(OWN, [OWN], LighthouseStatus(beats), 1.0) == [1, 2]
+    assert find_outsiders(OWN, [OWN, replace(OTHER, unique="another process")], LighthouseStatus(beats), 0.5) == []
 
 
 def test_who_is_outside_because_of_a_dead_link() -> None:
@@ -189,19 +189,19 @@ def test_who_is_outside_because_of_a_dead_link() -> None:
     reporting, second = OTHER.reporting(5, [OWN]), replace(OTHER, slot=2).reporting(7, [OWN])
     successor = replace(second, started=second.started + 9, edition=0, report=None)
     names = OWN, OTHER, reporting, second, replace(OTHER, slot=3), replace(second, slot=4, job="another")
-    silent = Status({member.replica_id: 60.0 for member in names})
+    silent = LighthouseStatus({member.replica_id: 60.0 for member in names})
     assert find_cut_off(OWN, [OWN], silent, 4) == [reporting, second]
     assert find_cut_off(OWN, [OWN], silent, 5) == [second]
     assert find_cut_off(OWN, [OWN, OTHER], silent, 4) == [second]
-    assert find_cut_off(OWN, [OWN], Status(silent.heartbeats | {successor.replica_id: 0.1}), 4) == [reporting]
+    assert find_cut_off(OWN, [OWN], LighthouseStatus(silent.heartbeats | {successor.replica_id: 0.1}), 4) == [reporting]
 
 
 def test_a_quorum_that_counts_on_a_former_process() -> None:
     """Of this group: not on this process under another name, another group's, another job's, or a stranger."""
     former, others = replace(OWN, started=1.0, unique="former"), [OTHER, replace(OWN, started=1.0, job="another")]
     quorum = [member.replica_id for member in (*others, OWN.reporting(5, [OTHER]))]
-    assert not expects_former(OWN, Status({}, (*quorum, "a stranger")))
-    assert expects_former(OWN, Status({}, (*quorum, former.replica_id)))
+    assert not expects_former(OWN, LighthouseStatus({}, (*quorum, "a stranger")))
+    assert expects_former(OWN, LighthouseStatus({}, (*quorum, former.replica_id)))
 
 
 def test_an_exchange_that_the_others_have_left_is_broken_off(
@@ -238,9 +238,9 @@ def test_an_exchange_that_the_others_have_left_is_broken_off(
 def test_a_member_that_asks_for_the_next_quorum_has_left(beats: list[Member], num_asking: int, leaver: bool) -> None:
     """More groups ask than are outside of the exchange: one of them is inside."""
     heartbeats = {member.replica_id: 0.1 for member in beats}
-    assert has_leaver(OWN, [OTHER.replica_id], Status(heartbeats, (), num_asking), 0.5) is leaver
+    assert has_leaver(OWN, [OTHER.replica_id], LighthouseStatus(heartbeats, (), num_asking), 0.5) is leaver
     long_gone = heartbeats | {replace(OTHER, slot=9).replica_id: 60.0}
-    assert has_leaver(OWN, [OTHER.replica_id], Status(long_gone, (), num_asking), 0.5) is leaver
+    assert has_leaver(OWN, [OTHER.replica_id], LighthouseStatus(long_gone, (), num_asking), 0.5) is leaver
 
 
 def test_an_exchange_that_one_member_has_left_is_broken_off(

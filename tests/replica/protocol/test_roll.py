@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from titan_ft.membership.pulse import Status, find_ages
+from titan_ft.membership.pulse import LighthouseStatus, find_ages
 from titan_ft.protocol.member import Member
 from titan_ft.protocol.roll import MIN_SILENCE_SECONDS, MIN_SILENT_HEARTBEATS, Back, Lost, Roll, silence_limit
 
@@ -136,6 +136,6 @@ def test_ages_are_those_of_the_newest_process() -> None:
     own, old, new = (Member(slot, started, unique, "c", "job") for slot, started, unique in found)
     other = Member(1, 1.0, "d", "c", "another job")
     beats = {own.replica_id: 0.1, old.replica_id: 70.0, new.replica_id: 0.3, other.replica_id: 0.0, "stranger": 0.0}
-    assert find_ages(own, Status(beats), BEAT) == ({0: 0.1, 1: 0.3}, {0: 1.0, 1: 2.0})
-    assert find_ages(own, Status({**beats, own.replica_id: 0.6}), BEAT) is None
-    assert find_ages(own, Status({new.replica_id: 0.3}), BEAT) is None
+    assert find_ages(own, LighthouseStatus(beats), BEAT) == ({0: 0.1, 1: 0.3}, {0: 1.0, 1: 2.0})
+    assert find_ages(own, LighthouseStatus({**beats, own.replica_id: 0.6}), BEAT) is None
+    assert find_ages(own, LighthouseStatus({new.replica_id: 0.3}), BEAT) is None
