@@ -416,7 +416,7 @@ def test_cancelling_ends_a_chunk_under_way(start_donor: Callable[..., Donor], ba
     cancelled.clear()
     donor.publish(make_snapshot(5, 1 << 20))
     fetched = background.submit(fetch, [donor.address], TOKEN, 5, "4", 2, 600.0, cancelled)
-    wait_until(lambda: donor.server._readers > 0)
+    wait_until(lambda: donor.server._num_readers > 0)
     cancelled.set()
     with pytest.raises(TransferError, match="cancelled"):
         fetched.result(DEADLINE)

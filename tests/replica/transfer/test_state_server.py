@@ -157,13 +157,13 @@ def test_memory_under_a_reader_is_not_given_back(donor: Donor) -> None:
     expected = sent.payload.clone()
     with donor.connect() as connection:
         connection._sealed.write({"step": 5, "offset": 0, "bytes": sent.payload.numel()})
-        wait_until(lambda: donor.server._readers == 1)
+        wait_until(lambda: donor.server._num_readers == 1)
         assert donor.server.withdraw() is None
         donor.publish(make_snapshot(6, 10))
         assert connection._sealed.read()["bytes"] == sent.payload.numel()
         received = connection._sealed.stream.read(sent.payload.numel())
     assert received == expected.numpy().tobytes()
-    wait_until(lambda: donor.server._readers == 0)
+    wait_until(lambda: donor.server._num_readers == 0)
     last = donor.publish(make_snapshot(7, 10))
     assert donor.server.withdraw() is last
 
@@ -226,7 +226,7 @@ def test_a_slow_joiner_does_not_hold_up_another(donor: Donor, monkeypatch: pytes
     sent = donor.publish(make_snapshot(5, 32 << 20))
     with donor.connect() as slow:
         slow._sealed.write({"step": 5, "offset": 0, "bytes": sent.payload.numel()})
-        wait_until(lambda: donor.server._readers == 1)
+        wait_until(lambda: donor.server._num_readers == 1)
         monkeypatch.setattr(state_fetch, "_CHUNK", 8 << 20)
         check_equal(donor.fetch(5), sent)
 
@@ -314,8 +314,8 @@ def test_a_throttled_answer_ends_with_its_joiner(start_donor: Callable[..., Dono
     sent = donor.publish(make_snapshot(5, 1 << 20))  # a quarter of an hour
     with donor.connect() as connection:
         connection._sealed.write({"step": 5, "offset": 0, "bytes": sent.payload.numel()})
-        wait_until(lambda: donor.server._readers == 1)
-    wait_until(lambda: donor.server._readers == 0)
+        wait_until(lambda: donor.server._num_readers == 1)
+    wait_until(lambda: donor.server._num_readers == 0)
     assert donor.server.withdraw() is sent
 
 
@@ -326,11 +326,11 @@ def test_closing_ends_a_throttled_answer(start_donor: Callable[..., Donor], back
     donor.fetch(5)
     donor.publish(make_snapshot(6, 1 << 20))
     fetched = background.submit(fetch, [donor.address], TOKEN, 6, "4", 2, 60.0)
-    wait_until(lambda: donor.server._readers > 0)
+    wait_until(lambda: donor.server._num_readers > 0)
     donor.server.close()
     with pytest.raises(TransferError, match="state of step 6"):
         fetched.result(DEADLINE)
-    wait_until(lambda: donor.server._readers == 0)
+    wait_until(lambda: donor.server._num_readers == 0)
 
 
 def test_a_joiner_that_takes_nothing_is_dropped(
@@ -342,8 +342,8 @@ def test_a_joiner_that_takes_nothing_is_dropped(
     sent = donor.publish(make_snapshot(5, 32 << 20))
     with donor.connect() as connection:
         connection._sealed.write({"step": 5, "offset": 0, "bytes": sent.payload.numel()})
-        wait_until(lambda: donor.server._readers == 1)
-        wait_until(lambda: donor.server._readers == 0)
+        wait_until(lambda: donor.server._num_readers == 1)
+        wait_until(lambda: donor.server._num_readers == 0)
 
 
 def test_a_donor_that_has_yet_to_copy_says_so(

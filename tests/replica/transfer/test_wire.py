@@ -295,13 +295,13 @@ def test_thousands_of_changed_lines_are_none(seed: int) -> None:
         joiner.write({"step": number, "offset": number, "bytes": 7})
         true = bytes(wire)
         wire[:] = changed = fuzz(true, random)
-        last = donor._last
+        last = donor._last_seal
         if not changed.startswith(true):
             refused = pytest.raises(SealError) if changed else contextlib.nullcontext()
             with refused:
                 assert donor.read() == {}
             wire.clear()
-            donor._last = last
+            donor._last_seal = last
             donor.stream.read()  # what is left in its buffer
         wire[:] = true
         assert donor.read()["step"] == number, "the true line still counts"
