@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One replica group's seat: its connection to the lighthouse.
 
-Rank 0 runs torchft's manager server, which heartbeats under the group's name, and rank 0 alone asks it for quorums. The
-other ranks get the reply over the group's control tree. They do not ask the server, because the server forgets
-its answers. A rank that lost its connection would ask again, and get a later quorum than its siblings.
+Rank 0 runs torchft's manager server, which sends heartbeats under the group's name. Rank 0 alone asks
+this server for quorums. The other ranks get the reply over the group's control tree. They do not ask
+the server, because it forgets its answers. A rank that lost its connection would ask again, and get a
+later quorum than its siblings.
 
-For a new name, rank 0 opens another seat, and then all ranks take it. When the lighthouse moves, rank 0 opens a seat
-there under the same name (`follow.py`). The other ranks do nothing for a move.
+For a new name, rank 0 opens another seat, and then all ranks take it. When the lighthouse moves, rank
+0 opens a seat there under the same name (`follow.py`). The other ranks do nothing for a move.
+
+See docs/membership.md.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from titan_ft.config import FaultTolerance
 from titan_ft.membership.control_tree import ControlTree
-from titan_ft.membership.follow import Follower
+from titan_ft.membership.follow import LighthouseFollower
 from titan_ft.protocol.errors import LighthouseError
 from titan_ft.protocol.member import Member
 from titan_ft.protocol.strategy import strategy_of
@@ -44,36 +47,44 @@ from titan_ft.transfer.reach import address_key
 
 logger = logging.getLogger(__name__)
 
-# A forked child, such as a data loader's worker, must not collect a dead torchft client. The client's destructor would
-# wait for threads that the child lacks.
+# A forked child, such as a data loader's worker, must not collect a dead torchft client. The client's
+# destructor would wait for threads that the child lacks.
 os.register_at_fork(after_in_child=gc.freeze)
 
-# The lighthouse answers a request even after its client timed out, and the next request would get that answer. So
-# requests last.
 _REQUEST_TIMEOUT = timedelta(days=30)
-# torchft's server repeats a request that a restarted lighthouse lost. Its pause before is timeout / retries, and at
-# least 0.1 s. With this many retries it is 0.1 s.
+"""A request never times out. The lighthouse answers a request even after its client timed out, and the
+next request would get that answer."""
+
 _LIGHTHOUSE_RETRIES = 10**8
-_LEFT = "this group has left the job"
+"""torchft's server repeats a request that a restarted lighthouse has lost. Its pause before a
+repetition is timeout / retries, and at least 0.1 s. With so many retries the pause is 0.1 s."""
+
+_REPEAT_SECONDS = 0.1  # pause between two requests, or two tries to open a seat
+
 CONNECT_SECONDS = 10.0
-"""Limit for opening a connection inside a job. It is long because a starting process may not listen yet. A wrong
-address delays a failing start by no more than this."""
+"""Limit for opening a connection inside a job. It is long because a starting process may not listen
+yet. A wrong address delays a failing start by no more than this."""
+
 PROBE_SECONDS = 60.0
-"""After this time without a quorum, the group checks whether the lighthouse answers. The limit decides only how late a
-dead lighthouse is noticed, and how often a long wait is logged."""
-_BEATS_IN_TIMEOUT = 10  # a few late heartbeats must not evict a group
-_FEWEST_BEATS_IN_TIMEOUT = 4
-# Each heartbeat costs the lighthouse and its gate 0.05 ms of CPU time together.
+"""After this time without a quorum, the group checks whether the lighthouse answers. The limit decides
+only how late a dead lighthouse is noticed, and how often a long wait is logged."""
+
+_BEATS_IN_TIMEOUT = 10  # so a few late heartbeats do not evict a group
+_MIN_BEATS_IN_TIMEOUT = 4
 _GROUPS_AT_FULL_PACE = 64
+"""Groups that send `_BEATS_IN_TIMEOUT` heartbeats in a timeout. With more groups, each sends fewer: a
+heartbeat costs the lighthouse and its gate 0.05 ms of CPU time together."""
 
 
 def beat_interval(config: FaultTolerance) -> timedelta:
     """Return the time from one heartbeat to the next.
 
-    It grows with the number of groups, which share one lighthouse, to a quarter of the timeout.
+    The time grows with the number of groups, which share one lighthouse, to a quarter of the
+    timeout.
     """
-    beats = _BEATS_IN_TIMEOUT * _GROUPS_AT_FULL_PACE / max(config.group_size, _GROUPS_AT_FULL_PACE)
-    return timedelta(milliseconds=config.heartbeat_timeout_ms) / max(beats, _FEWEST_BEATS_IN_TIMEOUT)
+    num_groups = max(config.group_size, _GROUPS_AT_FULL_PACE)
+    num_beats = max(_BEATS_IN_TIMEOUT * _GROUPS_AT_FULL_PACE / num_groups, _MIN_BEATS_IN_TIMEOUT)
+    return timedelta(milliseconds=config.heartbeat_timeout_ms) / num_beats
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ class Reply:
     """The lighthouse's reply to a request for a quorum.
 
     Attributes:
-        replica_ids: names of its members.
+        replica_ids: names of the quorum's members.
         max_step: largest number of committed updates that a member has reported.
         moved: the seat has moved to another lighthouse since the last reply.
         seconds: duration of the request. Requests with an outdated answer are not included.
@@ -101,27 +112,32 @@ def _never(names: Sequence[str]) -> bool:
 
 
 class _MovedError(Exception):
-    """The seat has moved: the request at the former lighthouse gets no answer."""
+    """The seat has moved, so the request at the former lighthouse gets no answer."""
 
 
 class Seat:
     """One rank's side of its group's seat. Call `enter` first.
 
-    The quorum thread calls `request`, `reopen`, `take` and `leave`. The follower's thread or the quorum thread calls
-    `_move`. Any thread may call `close`. Server, client and follower exist on rank 0 only.
+    `Membership` and `Partition` call it. The quorum thread calls `request`, `reopen`, `take` and
+    `leave`. The follower's thread or the quorum thread calls `_move`. Any thread may call `close`.
+    Server, client and follower exist on rank 0 only. Methods called a collective must be called on
+    all ranks of the group.
+
+    After a `LighthouseError` of `request` the group cannot go on. A failed `reopen` leaves the former
+    seat open.
 
     Args:
         lighthouse: its address.
-        store: the group's.
+        store: the group's store.
         control: tree of the group's ranks.
         address: host:port of this rank's state server.
         token: the run's shared secret.
-        on_move: called on rank 0 after a move, with the former url, the new url and the Slurm job id of the new
-            lighthouse.
+        on_move: called on rank 0 after a move, with the former url, the new url and the Slurm job id
+            of the new lighthouse.
 
     Attributes:
         member: the name that the group has at the lighthouse.
-        closed: whether the group has left for good.
+        closed: True if the group has left for good.
     """
 
     member: Member
@@ -138,27 +154,32 @@ class Seat:
         token: str,
         on_move: Callable[[str, str, str], None],
     ) -> None:
-        self._config, self._lighthouse = config, lighthouse
-        self._group_rank, self._store, self._control, self._address = group_rank, store, control, address
+        self._config = config
+        self._lighthouse = lighthouse
+        self._group_rank = group_rank
+        self._store = store
+        self._control = control
+        self._address = address
         self._token = token
-        self._client: Any = None  # on rank 0, as its server
-        self._server: Any = None
-        self._names: Sequence[str] = ()  # of the last reply
-        self._lock = threading.Lock()
-        # The quorum thread opens seats under new names while the follower's thread may move the seat.
+        self._on_move = on_move
+        self._server: Any = None  # torchft's ManagerServer, on rank 0
+        self._client: Any = None  # of this server
+        self._names: Sequence[str] = ()  # in the last reply
+        self._lock = threading.Lock()  # guards `closed` and `_server`
+        # Held to open a seat: the quorum thread opens seats under new names, and the follower's
+        # thread may move the seat at the same time.
         self._opening = threading.RLock()
         self._opened_as: Member | None = None
-        self._asked = Future[Any]()  # the request under way
-        self._follower: Follower | None = None
-        self._on_move = on_move
-        self._moved = False
+        self._request = Future[Any]()  # the request under way
+        self._follower: LighthouseFollower | None = None
+        self._moved = False  # since the last reply
         self.closed = False
 
     def enter(self, name: Callable[[], Member]) -> None:
-        """Open the group's first seat, under the name that rank 0 gives it, and take it. A collective.
+        """Open the group's first seat under the name that rank 0 makes, and take it. A collective.
 
-        As soon as the seat is open, the other groups wait for this one. Its exchanges need all of its ranks, so all
-        must be here.
+        As soon as the seat is open, the other groups wait for this group. Its exchanges need all of
+        its ranks, so all ranks must be here before.
 
         Raises:
             LighthouseError: the lighthouse does not answer, or has another token.
@@ -166,7 +187,10 @@ class Seat:
         self.take(self._control.rank0_decides((), lambda _: self._open_first(name())))
 
     def _open_first(self, member: Member) -> str:
-        """Open the group's first seat. A lighthouse that a file names may be gone: its successor is waited for."""
+        """Open the group's first seat; on rank 0.
+
+        If a file names the lighthouse, that lighthouse may be gone. Then wait for its successor.
+        """
         deadline = time.monotonic() + self._config.start_timeout_seconds
         while True:
             self._lighthouse.place = self._lighthouse.look() or self._lighthouse.place
@@ -175,46 +199,53 @@ class Seat:
             except LighthouseError:
                 if not self._lighthouse.is_file or time.monotonic() >= deadline:
                     raise
-                time.sleep(0.1)
+                time.sleep(_REPEAT_SECONDS)
                 continue
             if self._lighthouse.refuses(CONNECT_SECONDS):
                 self.leave()
                 raise LighthouseError(
-                    f"the lighthouse at {self._lighthouse} refuses this group's TITAN_FT_TOKEN; the lighthouse and all "
-                    "groups of a run must have the same one in their environment"
+                    f"the lighthouse at {self._lighthouse} refuses this group's TITAN_FT_TOKEN; "
+                    "the lighthouse and all groups of a run must have the same one in their "
+                    "environment"
                 )
             if self._lighthouse.may_change:
-                self._follower = Follower(self._lighthouse, self._config.replica_id, self._move)
+                slot = self._config.replica_id
+                self._follower = LighthouseFollower(self._lighthouse, slot, self._move)
             return opened
 
     def _move(self, place: Place) -> bool:
-        """Open the group's seat under the same name at another lighthouse; return whether that lighthouse answers.
+        """Open the group's seat under the same name at another lighthouse.
 
-        The follower calls this on its own thread, or on the quorum thread from `_counts`.
+        The follower calls this on its own thread, or on the quorum thread from `_is_valid`. Returns
+        False if the lighthouse does not answer, or if the group has left.
         """
         with self._opening:
             if self.closed or self._opened_as is None:
                 return False
             former = str(self._lighthouse)
             try:
-                # Without a server the group is outside: it opens its next seat at the new place.
+                # Without a server the group is outside, and opens its next seat at the new place.
                 if self._server is not None:
                     self._open_at(place.url, self._opened_as)
             except LighthouseError as error:
                 logger.warning("no seat at the lighthouse's new place yet: %s", error)
                 return False
             self._moved = True
-            self._lighthouse.place = place  # under the lock: no seat is opened at the former place from now on
-            with contextlib.suppress(InvalidStateError):  # it was answered just now
-                self._asked.set_exception(_MovedError())
+            # Under the lock, so that no seat is opened at the former place from now on.
+            self._lighthouse.place = place
+            with contextlib.suppress(InvalidStateError):  # the answer has just come
+                self._request.set_exception(_MovedError())
         self._on_move(former, place.url, place.job)
         return True
 
     def open(self, member: Member) -> str:
-        """Heartbeat as `member` from now on, on rank 0; returns what `take` needs on all ranks.
+        """Send heartbeats as `member` from now on; on rank 0.
+
+        Returns:
+            The name to `take` on all ranks.
 
         Raises:
-            LighthouseError: the lighthouse does not answer; the former seat stays.
+            LighthouseError: the lighthouse does not answer. The former seat stays open.
         """
         with self._opening:
             return self._open_at(str(self._lighthouse), member)
@@ -229,29 +260,34 @@ class Seat:
                 replica_id=member.replica_id,
                 lighthouse_addr=self._lighthouse.url_for_client(url),
                 hostname="127.0.0.1",
-                bind="127.0.0.1:0",  # only this process asks it
+                bind="127.0.0.1:0",  # only this process asks the server
                 store_addr=member.store,
-                world_size=1,  # one client: rank 0 asks for the whole group
+                world_size=1,  # the server has one client: rank 0 asks for the whole group
                 heartbeat_interval=beat_interval(config),
                 connect_timeout=connect_timeout,
                 quorum_retries=_LIGHTHOUSE_RETRIES,
             )
             self._client = ManagerClient(server.address(), connect_timeout=connect_timeout)
-            # The server's answer, that it knows no such rank, shows that it has accepted the client's connection: one
-            # that waits to be accepted would be reset with the listener.
+            # The server answers that it knows no such rank. The answer shows that the server has
+            # accepted the client's connection. A connection that still waits to be accepted would
+            # be reset together with the listener.
             with contextlib.suppress(RuntimeError):
                 self._client._checkpoint_metadata(0, connect_timeout)
-            # Everybody else on this host could end this process at that port.
-            shut_listener(split_address(server.address())[1])
+            # Any other process on this host could end this process at that port.
+            _, port = split_address(server.address())
+            shut_listener(port)
         except Exception as error:  # noqa: BLE001  # torchft's errors have no common type
-            # Not from the error, whose text may show the secret.
+            # `from None`: the text of torchft's error may contain the secret.
             raise self._unreachable(CONNECT_SECONDS, error, url) from None
         self._replace_server(server)
         self._opened_as = member
         return member.replica_id
 
     def reopen(self, member: Member) -> str:
-        """Open a seat under another name; return "" if the lighthouse does not answer, and the caller tries again."""
+        """Open a seat under another name; on rank 0.
+
+        Returns an empty text if the lighthouse does not answer. Then the caller tries again.
+        """
         try:
             return self.open(member)
         except LighthouseError as error:
@@ -265,70 +301,94 @@ class Seat:
         self._store.set(key, add_seal(self._token, key, self._address))
 
     def leave(self) -> None:
-        """Stop this rank's server, and with it the heartbeats; another seat may be opened later."""
+        """Stop this rank's server, and so the heartbeats. Another seat may be opened later."""
         self._replace_server(None)
 
     def close(self) -> None:
         """Stop the heartbeats for good; any thread."""
-        with self._lock:  # no other seat is taken from now on
-            self.closed = True
+        with self._lock:
+            self.closed = True  # `_replace_server` keeps no server from now on
         if self._follower is not None:
             self._follower.close()
         self.leave()
 
-    def request(self, step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool] = _never) -> Reply:
-        """Ask for a quorum until there is one. The wait ends early only if the lighthouse is gone or the group leaves.
+    def request(
+        self,
+        step: int,
+        failures: int,
+        is_outdated: Callable[[Sequence[str]], bool] = _never,
+    ) -> Reply:
+        """Ask for a quorum, and wait for it without a limit. A collective.
 
-        A collective: all ranks get the same answer, or the same error.
+        All ranks get the same answer, or the same error. The wait ends early only if the lighthouse
+        is gone or the group leaves.
 
         Args:
             step: committed updates of this group.
             failures: sent as `commit_failures`. Above 0, the quorum gets a new id.
-            is_outdated: gets the names in the quorum, on rank 0, and may block. True: ask again.
+            is_outdated: called on rank 0 with the names in the quorum; may block. If it returns
+                True, the quorum is requested again.
 
         Raises:
-            LighthouseError: the lighthouse did not answer for `PROBE_SECONDS`, or this group has left.
+            LighthouseError: the lighthouse did not answer for `PROBE_SECONDS`, or this group has
+                left.
         """
         if not self._names:
-            # The first reply lets each rank build a process group, for which the other groups wait a short time only.
+            # After the first reply each rank builds a process group, and the other groups wait only
+            # a short time for it. So all ranks must be here before the first request.
             self._control.rank0_decides((), lambda _: "all ranks are here")
-        announced = self._control.rank0_announces(lambda: self._ask_for_all(step, failures, is_outdated))
+
+        def ask() -> str:
+            return self._ask_for_all(step, failures, is_outdated)
+
+        announced = self._control.rank0_announces(ask)
         answer = json.loads(announced.text)
-        if isinstance(answer, str):
-            raise LighthouseError(answer)
-        quorum_id, max_step, names, seconds, moved = answer
-        self._names = self._names if names is None else names
+        if "error" in answer:
+            raise LighthouseError(answer["error"])
+        quorum_id, max_step, names, seconds, moved = answer["reply"]
+        if names is not None:
+            self._names = names
         return Reply(quorum_id, self._names, max_step, moved, seconds, announced.received_at)
 
     def _ask_for_all(self, step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool]) -> str:
-        """Ask on rank 0; returns a text: the fields of a `Reply` (names: None = those of before), or an error."""
+        """Ask for a quorum, and encode the reply for the other ranks; on rank 0.
+
+        Returns:
+            JSON: {"reply": fields of a `Reply`}, where names = null stands for the former names; or
+            {"error": text}.
+        """
         moved = False
         try:
             while True:
-                asked = time.monotonic()
+                requested_at = time.monotonic()
                 reply = self._ask_until_answered(step, failures)
-                seconds = time.monotonic() - asked
-                # Cleared only if it was seen: the follower may move the seat between two lines. A move in the
-                # wait that follows belongs to the next reply.
+                seconds = time.monotonic() - requested_at
+                # Clear the flag only if it was seen: the follower may move the seat between two
+                # lines. A move during `is_outdated` belongs to the next reply.
                 if self._moved:
                     self._moved = False
                     moved = True
                 if not is_outdated(reply.replica_ids):
                     break
         except LighthouseError as error:
-            return json.dumps(str(error))
-        # With many groups there are many names, and mostly the same ones.
-        names = None if reply.replica_ids == self._names else reply.replica_ids
-        return json.dumps([reply.quorum_id, reply.max_step, names, seconds, moved])
+            return json.dumps({"error": str(error)})
+        names: Sequence[str] | None = reply.replica_ids
+        if names == self._names:
+            names = None  # many groups have many names, which seldom change
+        return json.dumps({"reply": [reply.quorum_id, reply.max_step, names, seconds, moved]})
 
     def _ask_until_answered(self, step: int, failures: int) -> Any:
         """Repeat the request until the announced lighthouse answers; on rank 0.
 
         After each `PROBE_SECONDS` without an answer, probe the lighthouse and log the wait.
+
+        Raises:
+            LighthouseError: the lighthouse does not answer, or this group has left.
         """
         timeout = PROBE_SECONDS
-        asked = tell = time.monotonic()
-        deadline = asked + timeout
+        started = time.monotonic()
+        next_log = started
+        deadline = started + timeout  # for a lighthouse that answers with errors
         answer = self._ask(step, failures)
         while not self.closed:
             try:
@@ -336,39 +396,46 @@ class Seat:
             except TimeoutError as waited:
                 self._probe_lighthouse(timeout, waited)
                 now = time.monotonic()
-                if now >= tell:
-                    tell = self._tell_waiting(step, now - asked, now)
+                if now >= next_log:
+                    next_log = self._log_wait(step, now - started, now)
                 deadline = now + timeout
+                continue
+            if isinstance(error, _MovedError):
+                deadline = time.monotonic() + timeout
+                answer = self._ask(step, failures)  # at once, at the new place
                 continue
             if error is None:
                 reply = answer.result()
-                if self._counts(reply):
+                if self._is_valid(reply):
                     return reply
-            elif isinstance(error, _MovedError):
-                deadline = time.monotonic() + timeout
             elif time.monotonic() >= deadline:
                 self._give_up(timeout, error)
                 deadline = time.monotonic() + timeout
-            if not isinstance(error, _MovedError):
-                time.sleep(0.1)
+            time.sleep(_REPEAT_SECONDS)
             answer = self._ask(step, failures)
-        raise LighthouseError(_LEFT)
+        raise LighthouseError("this group has left the job")
 
-    def _counts(self, reply: Any) -> bool:
-        """True if the reply may count: the announced lighthouse gave it, or its members are unchanged.
+    def _is_valid(self, reply: Any) -> bool:
+        """True if the announced lighthouse gave the reply, or if its members are unchanged.
 
-        A superseded lighthouse that was only slow still answers. It and its successor could each give a quorum to some
-        of the groups. Such a quorum always has other members than the last one, so an unchanged reply needs no check.
+        A superseded lighthouse that was only slow still answers. It and its successor could each
+        give a quorum to some of the groups. Such a quorum always has other members than the last
+        one, so an unchanged reply needs no check.
         """
-        if self._follower is None or not self._lighthouse.is_file or list(reply.replica_ids) == list(self._names):
+        if self._follower is None or not self._lighthouse.is_file:
+            return True
+        if list(reply.replica_ids) == list(self._names):
             return True
         return self._follower.check()
 
     def _give_up(self, seconds: float, error: BaseException) -> None:
-        """Raise because the lighthouse does not answer; only log it if a file will name the successor.
+        """Raise, because the lighthouse does not answer. If a file names it, only log that.
 
-        With a file the group waits: a group that ends takes its state with it. Slurm may need minutes to start another
-        lighthouse.
+        With a file the group waits for a successor. A group that ended would take its state with it,
+        and Slurm may need minutes to start another lighthouse.
+
+        Raises:
+            LighthouseError: no file names the lighthouse.
         """
         lost = self._unreachable(seconds, error)
         if not self._lighthouse.is_file:
@@ -376,8 +443,8 @@ class Seat:
         logger.warning("%s; waiting for another one to announce itself", lost)
 
     def _ask(self, step: int, failures: int) -> Future[Any]:
-        """Ask for a quorum once; the group's server answers when it is there."""
-        with self._opening:  # a request either uses the new client, or `_move` ends it
+        """Ask for a quorum once. The future gets torchft's reply, its error, or a `_MovedError`."""
+        with self._opening:  # so a request uses the client after a move, or `_move` ends it
             ask = partial(
                 self._client._quorum,
                 group_rank=0,
@@ -388,16 +455,17 @@ class Seat:
                 init_sync=False,
                 commit_failures=failures,
             )
-            self._asked = call_aside(ask, "titan_ft_ask")
-            return self._asked
+            self._request = call_aside(ask, "titan_ft_ask")
+            return self._request
 
     def _replace_server(self, successor: Any) -> None:
-        """Stop the heartbeats of this rank's server; `successor` is the server from now on."""
+        """Stop the heartbeats of this rank's server, and keep `successor` as the server."""
         with self._lock:
             stopped = [self._server]
             self._server = successor
             if self.closed:
-                # Closed meanwhile: stop the new server too, so that no heartbeat remains.
+                # The group has left meanwhile. Stop the new server too: its heartbeats would make
+                # the other groups wait.
                 stopped.append(successor)
                 self._server = None
         for server in stopped:
@@ -405,28 +473,32 @@ class Seat:
                 server.shutdown()
 
     def _probe_lighthouse(self, timeout: float, error: Exception) -> None:
-        """Raise if nothing listens at the lighthouse's address. If one listens, it only waits for other groups."""
+        """Check that a lighthouse listens. If one does, it only waits for other groups.
+
+        Raises:
+            LighthouseError: nothing listens at the address, and no file names the lighthouse.
+        """
         try:
             socket.create_connection(split_address(str(self._lighthouse)), CONNECT_SECONDS).close()
         except OSError as refused:
             self._give_up(timeout, refused)
 
-    def _tell_waiting(self, step: int, seconds: float, now: float) -> float:
-        """Log the wait for other groups; return the time of the next such line."""
+    def _log_wait(self, step: int, seconds: float, now: float) -> float:
+        """Log the wait for other groups. Return the time of the next such line."""
         if not strategy_of(self._config).is_long:
             logger.warning("no quorum after step %d for %.3g s: waiting for other groups", step, seconds)
             return now
-        # A round may take hours, and a group that is done with it waits all the time.
+        # A round may take hours, and a group that has finished it early waits all that time.
         logger.warning(
-            "no quorum after round %d for %.3g s: waiting for other groups, which may be in the midst of their round; "
-            "said again when it is twice as long",
+            "no quorum after round %d for %.3g s: waiting for other groups, which may be in the "
+            "midst of their round; said again when it is twice as long",
             step,
             seconds,
         )
         return now + seconds
 
     def _unreachable(self, seconds: float, error: BaseException, url: str = "") -> LighthouseError:
-        # torchft's own text is long and adds nothing, so it goes to the log only.
+        # torchft's own text is long and helps nobody, so only the log gets it.
         logger.warning("the lighthouse did not answer: %s", self._lighthouse.conceal(str(error)))
         return LighthouseError(
             f"the lighthouse at {url or self._lighthouse} did not answer within {seconds:g} s; "
