@@ -117,6 +117,7 @@ def _commands(page: str) -> Iterator[list[str]]:
     for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE):
         for line in block.replace("\\\n", " ").splitlines():
             line = re.sub(r"\[[^]:]*\]|^\w+=\S* ", "", line)  # what may be left out, and the environment
+            line = re.sub(r"--module \w+ --config \w+", "CONFIG.toml", line)
             line = line.replace("CONFIG.toml", "llama3_debug").replace(" ... ", f" {' '.join(_REQUIRED)} ")
             yield list(itertools.takewhile(lambda word: word not in ("&&", "|"), shlex.split(line, comments=True)))
 

@@ -8,7 +8,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,6 +30,7 @@ cpu.prepare()
 import torchtitan.trainer  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
+from torchtitan.config.manager import ConfigManager  # noqa: E402
 from torchtitan.models.common.attention import (  # noqa: E402
     FlexAttention,
     VarlenAttention,
@@ -271,3 +275,70 @@ def test_masks_are_made_without_a_compiler() -> None:
     """A CPU would compile them for minutes, for each shape."""
     if not torch.accelerator.is_available():
         assert torchtitan.models.common.attention._compiled_create_block_mask is create_block_mask
+
+
+# Jobs by --module and --config
+
+MODULE = ("--module=llama3", "--config=llama3_debugmodel", "--hf_assets_path=titan_ft://tokenizer")
+OWN = ("--fault_tolerance.enable", "--fault_tolerance.group_size=2")
+
+
+def test_a_module_describes_the_job_that_it_returns() -> None:
+    """With 0.3's flags, and with [fault_tolerance] beside them; the rest is what 0.3 itself reads."""
+    flags = ("--training.steps=7", "--optimizer.implementation=for-loop", "--training.seq_len", "128")
+    job = read_config(*MODULE, *flags, *OWN)
+    table = job.fault_tolerance
+    assert (table.enable, table.group_size) == (True, 2)
+    assert (job.training.steps, job.training.seq_len, job.optimizer.implementation) == (7, 128, "for-loop")
+    assert (job.training.local_batch_size, job.lr_scheduler.warmup_steps) == (8, 2)
+    assert (job.model.name, job.model.flavor) == ("llama3", "debugmodel")
+    assert job.training.disable_cuda_graphs, "a replayed graph calls no hooks"
+    stock = ConfigManager().parse_args([*MODULE, *flags])
+    made = translate(job)
+    for part in ("training", "optimizer", "lr_scheduler", "parallelism", "dataloader", "compile", "comm", "metrics"):
+        expected = getattr(stock, part)
+        if part == "training":
+            expected = dataclasses.replace(expected, disable_cuda_graphs=True)
+        assert getattr(made, part) == expected, part
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            ("--config=llama3_debugmodel_varlen_attn",),
+            "model.layers.0..attention.inner_attention = Varlen",
+        ),
+        (
+            ("--config=sft_debugmodel",),
+            "sft_debugmodel must be a job that a TOML can describe, got dataloader",
+        ),
+        (("--config=nope",), "Config function 'nope' not found"),
+        (("--config=llama3_debugmodel", "--training.stepz=3"), "--training.stepz is no flag of --module llama3"),
+        (("--config=llama3_debugmodel", "--training.steps=x"), "--training.steps must be a whole number, got 'x'"),
+        (("--module=qwen3", "--config=qwen3_debugmodel_moe_param_groups"), "got optimizer.param_groups = "),
+    ],
+)
+def test_a_module_that_is_refused(given: tuple[str, ...], line: str) -> None:
+    """By the name of what the tables cannot hold, in one line."""
+    module = () if given[0].startswith("--module") else ("--module=llama3",)
+    with pytest.raises(ConfigError, match=line) as caught:
+        read_config(*module, *given, *OWN)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_launch_by_module(tmp_path: Path) -> None:
+    """Two groups train to the end, and every promise holds."""
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "titan_ft"]
+    shape = ["--replicas", "2", "--ranks-per-replica", "1", f"--run-dir={run}"]
+    sizes = ["--training.seq_len=64", "--training.local_batch_size=1", "--training.steps=40"]
+    flags = ["--model.hf_assets_path=titan_ft://tokenizer", "--training.dataset=austen", *sizes]
+    launch = [*command, "launch", *MODULE[:2], *shape, "--", *flags]
+    made = subprocess.run(launch, capture_output=True, text=True, timeout=300, check=False)
+    assert made.returncode == 0, made.stderr[-3000:]
+    checked = subprocess.run([*command, "check", run], capture_output=True, text=True, timeout=60, check=False)
+    assert checked.returncode == 0, checked.stdout
+    assert "every batch once         holds" in checked.stdout
+    assert "Finished at step 40" in checked.stdout

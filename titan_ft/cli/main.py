@@ -10,6 +10,7 @@ import signal
 import sys
 
 from titan_ft.cli.command_line import describe_commands, describe_version, is_command_group, parse
+from titan_ft.cli.module_job import place_toml
 from titan_ft.config import ConfigError
 from titan_ft.options import COMMANDS, TAKES_FLAGS
 from titan_ft.run.appender import DISK_ERRNOS
@@ -70,7 +71,7 @@ def _run(argv: list[str]) -> int:
             return 0
         case ["help", *named]:
             own = [*named, "--help"]
-    command = parse(own)
+    command = parse(place_toml(own))
     if argv[end:] and not isinstance(command, TAKES_FLAGS):
         got = " ".join(argv[end:])
         raise ConfigError(f"titan-ft {own[0]} must be without torchtitan's flags, got {got!r}; it starts no workers")

@@ -60,7 +60,7 @@ def _table(name: str, source: Any = None, *own: tuple[str, Any, Any], without: S
 
 _DataLoader = _table("DataLoader", HuggingFaceTextDataLoader.Config, without=("dataset", "dataset_path", "infinite"))
 _Nothing = _table("Nothing")
-_TABLES = {
+TABLES: dict[str, Any] = {
     "job": _table(
         "Job",
         None,
@@ -238,13 +238,19 @@ def build_schema(own: type, arguments: Sequence[str], values: Mapping[str, Any])
             "quantize must be left out with torchtitan 0.3, which converts a model's config where its flavor is made, "
             f"got {values['quantize']!r}; remove the table"
         )
-    tables = [(name, table, field(default_factory=table)) for name, table in _TABLES.items()]
+    tables = [(name, table, field(default_factory=table)) for name, table in TABLES.items()]
     for each in fields(own):
         assert isinstance(each.type, type)
         tables.append((each.name, each.type, field(default_factory=each.type)))
     schema = make_dataclass("JobConfig", tables, bases=(_JobConfig,))
     schema.__module__ = __package__
     return Reader(schema, values), schema
+
+
+def fill_tables(values: Mapping[str, Any]) -> Any:
+    """Return a job of these tables of torchtitan's, which have been checked; none of them is this package's."""
+    tables = [(name, table, field(default_factory=table)) for name, table in TABLES.items()]
+    return _fill(make_dataclass("Tables", tables, bases=(_JobConfig,)), values)
 
 
 def _find(values: Mapping[str, Any], arguments: Sequence[str], table: str, name: str) -> Any:
@@ -281,7 +287,7 @@ def _refuse(job_config: Any) -> None:
     for full, reason in _ONE_VALUE.items():
         table, _, name = full.partition(".")
         value = getattr(getattr(job_config, table), name)
-        only = getattr(_TABLES[table](), name)
+        only = getattr(TABLES[table](), name)
         if value != only:
             raise ConfigError(f"{full} must be {only!r} with torchtitan 0.3 ({reason}), got {value!r}; remove it")
     for rule in (_refuse_sequences, _refuse_validation):

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,6 +47,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 from torchtitan.train import Trainer
 
+from titan_ft.config import ConfigError
 from titan_ft.host.cpu import adapt_attention
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ __all__ = [
     "packages_of_model",
     "purge",
     "read_batches",
+    "read_module",
     "register_flavors",
     "register_spec",
     "run",
@@ -158,6 +161,18 @@ class HostCheckpoints(CheckpointManager):
 def model_names() -> set[str]:
     """Return every name that `get_train_spec` knows, those of the user's own models included."""
     return {*_specs._extra_train_specs, *_supported_models, *_supported_experiments}
+
+
+def read_module(module: str, function: str, flags: Sequence[str]) -> dict[str, Any]:
+    """Refuse a job that is given as on 0.3.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        f"--module must come with torchtitan 0.3, got --module {module} --config {function} with "
+        f"{version('torchtitan')}; give a TOML by --job.config_file"
+    )
 
 
 def packages_of_model(name: str) -> list[str]:

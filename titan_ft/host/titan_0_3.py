@@ -48,6 +48,7 @@ from torchtitan.tools.utils import set_default_dtype
 from torchtitan.trainer import Trainer
 
 from titan_ft import device
+from titan_ft.config import ConfigError
 from titan_ft.host.tables_0_3 import build_schema, loader_config, optimizer_config, translate
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ __all__ = [
     "packages_of_model",
     "purge",
     "read_batches",
+    "read_module",
     "register_flavors",
     "register_spec",
     "run",
@@ -226,6 +228,23 @@ def get_train_spec(name: str) -> TrainSpec:
 def model_names() -> set[str]:
     """Return every name that `get_train_spec` knows."""
     return {*_specs, *_supported_models}
+
+
+def read_module(module: str, function: str, flags: Sequence[str]) -> dict[str, Any]:
+    """Return the tables of a TOML that describe the job of `--module M --config F`; see `configs_0_3.read_module`."""
+    from titan_ft.host import configs_0_3
+
+    return configs_0_3.read_module(module, function, flags, _find_spec)
+
+
+def _find_spec(name: str, flavor: str) -> Any:
+    """Return the ModelSpec of a model's flavor."""
+    if name not in model_names():
+        raise ConfigError(
+            f"--module must name one of torchtitan's models ({', '.join(sorted(model_names()))}), got the model "
+            f"{name!r}; take one of them"
+        )
+    return get_train_spec(name).model_args[flavor].spec
 
 
 def packages_of_model(name: str) -> list[str]:

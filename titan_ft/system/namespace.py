@@ -8,7 +8,6 @@ them (Ubuntu's AppArmor rule, a seccomp profile).
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import socket
@@ -100,6 +99,8 @@ def _keep_rights_after_exec() -> None:
     Without it, each replacement would enter one more user namespace inside the last one, and Linux
     allows 32 levels.
     """
+    import ctypes  # not above: workers load this module, and need no foreign functions
+
     data = ctypes.create_string_buffer(_CAPABILITY_DATA.size)
     _call("capget", _CAPABILITY_HEADER, data)
     effective, permitted, inheritable, *later = _CAPABILITY_DATA.unpack(data.raw)
@@ -115,6 +116,8 @@ def _call(name: str, *arguments: Any) -> None:
     Raises:
         OSError: it failed.
     """
+    import ctypes
+
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
         number = ctypes.get_errno()

@@ -20,6 +20,7 @@ from titan_ft.host.release import check_torchtitan, expect_torchtitan
 from titan_ft.training.checkpoint.folder import INDEX
 from titan_ft.training.custom_import import import_custom
 from titan_ft.training.divisions import check_model, num_experts
+from titan_ft.training.module_config import read_tables, split_flags
 from titan_ft.training.own_trainer import check_tables, check_trainer
 from titan_ft.usage import find_values, refusing
 
@@ -92,14 +93,17 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
     """Put TOML, flags and defaults together, as torchtitan does; only names and types are checked.
 
     Args:
-        args: torchtitan's flags, `--job.config_file` among them.
+        args: torchtitan's flags, `--job.config_file` among them, or `--module` and `--config`.
         toml: path of that file; None if the flags name none.
 
     Raises:
         ConfigError: a name or a type is wrong.
     """
     values: dict[str, Any] = {}
-    if toml is not None:
+    flags = split_flags(args)
+    if flags.module:
+        values, args = read_tables(flags), flags.own
+    elif toml is not None:
         values = ft_config.load_toml(toml)
         ft_config.check_toml(values)
     args = (*args, *_assets_flag(values, args))

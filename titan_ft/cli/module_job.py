@@ -1,0 +1,62 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Commands for a job that is given as on torchtitan 0.3: `--module M --config F` in place of CONFIG."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_ft.config import ConfigError
+from titan_ft.usage import find_values
+
+_READER = "titan_ft.training.module_config"
+
+
+def place_toml(own: Sequence[str]) -> list[str]:
+    """Return a command line in which the TOML of a job stands for `--module M --config F`.
+
+    The TOML is a file of this process's, and is removed at its end. `launch` copies it into the run's
+    folder, as it copies every CONFIG. A child makes the TOML, because this process must not load torch.
+
+    Raises:
+        ConfigError: the job cannot be described in a TOML, or the command reads its CONFIG later.
+    """
+    words = list(own)
+    module = _take(words, "--module")
+    if module is None:
+        return words
+    function = _take(words, "--config")
+    if function is None:
+        raise ConfigError(f"--module must come with --config, got --module {module} alone; give both, or a TOML")
+    if words[:1] == ["slurm"]:
+        raise ConfigError(
+            f"--module must be left out with titan-ft slurm submit, got {module!r}: its jobs read a TOML; make it by "
+            f"python -m {_READER} {module} {function} > {function}.toml"
+        )
+    made = subprocess.run(
+        [sys.executable, "-m", _READER, module, function], capture_output=True, text=True, check=False
+    )
+    if made.returncode != 0:
+        *_, last = made.stderr.strip().splitlines() or [f"{_READER} ended with status {made.returncode}"]
+        raise ConfigError(last.removeprefix("titan-ft: "))
+    folder = Path(tempfile.mkdtemp(prefix="titan_ft_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / f"{function}.toml"
+    path.write_text(made.stdout, encoding="utf-8")
+    return [*words, f"--config={path}"]
+
+
+def _take(words: list[str], option: str) -> str | None:
+    """Take an option and its value out of a command line; returns the value, or None without the option."""
+    for written, value in find_values(words, [option]):
+        place = next(number for number, word in enumerate(words) if word.partition("=")[0] == written)
+        length = 1 if "=" in words[place] else 2
+        del words[place : place + length]
+        return value
+    return None

@@ -1,0 +1,184 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Jobs as users of torchtitan 0.3 write them: `--module M --config F`, a function that returns a config.
+
+The rest of this package reads the tables of a TOML. So `read_module` returns those tables, and
+`tables_0_3.translate` makes of them the config that F returned. Both configs are compared, field by
+field: whatever the tables cannot hold is refused by its name, and nothing is changed silently.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torchtitan.config.manager import ConfigManager
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.trainer import Trainer
+
+from titan_ft.config import ConfigError
+from titan_ft.host.tables_0_3 import TABLES, fill_tables, translate
+
+_SAME_FIELDS = {
+    "profiling": "profiler",
+    "metrics": "metrics",
+    "lr_scheduler": "lr_scheduler",
+    "training": "training",
+    "parallelism": "parallelism",
+    "checkpoint": "checkpoint",
+    "compile": "compile",
+    "comm": "comm",
+    "debug": "debug",
+    "validation": "validator",
+}
+"""Tables whose fields have the names of a part of the config, and that part."""
+_OURS = ("training.disable_cuda_graphs", "debug.enable_structured_logging")
+"""Fields that keep this package's value, whatever F says: see their reasons in `tables_0_3`."""
+_IGNORED = (*_OURS, "validator.dataloader.infinite", "checkpoint.initial_load_model_only")
+"""Fields that are not compared. A validator of 0.3 sets its `infinite` itself. `translate` leaves the
+last one out where it has no effect, because 0.3 would warn of it."""
+_LONGEST = 120  # letters of a value in a message
+_AC_MODES = {SelectiveAC.Config: "selective", FullAC.Config: "full", MemoryBudgetAC.Config: "memory_budget"}
+
+
+def read_module(module: str, function: str, flags: Sequence[str], spec_of: Callable[[str, str], Any]) -> dict[str, Any]:
+    """Return the tables of a TOML that describe the job of `--module M --config F` and 0.3's flags.
+
+    Args:
+        module: M, such as "llama3".
+        function: F, a function of M's config_registry.
+        flags: 0.3's own, such as "--training.steps=10".
+        spec_of: returns the ModelSpec of a model's flavor.
+
+    Raises:
+        ConfigError: there is no such function, or the tables cannot hold what its config says.
+        ValueError: 0.3 refuses a value.
+    """
+    given = f"--module {module} --config {function}"
+    try:
+        config = ConfigManager().parse_args([f"--module={module}", f"--config={function}", *flags])
+    except ImportError as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{given} must be a function whose imports are installed, got {why}; install them") from error
+    if type(config) is not Trainer.Config:
+        raise ConfigError(
+            f"{given} must return a Trainer.Config, got a {type(config).__qualname__}: torchtitan's other trainers "
+            "cannot be replica groups; take another function"
+        )
+    tables = _read_tables(config)
+    spec = spec_of(config.model_spec.name, config.model_spec.flavor)
+    made = translate(fill_tables(tables), spec, getattr(spec.model, "vocab_size", None))
+    for part in fields(Trainer.Config):
+        found = _find_difference(part.name, getattr(config, part.name), getattr(made, part.name))
+        if found is not None:
+            name, value, kept = found
+            raise ConfigError(
+                f"{given} must be a job that a TOML can describe, got {name} = {_shorten(value)}, where the TOML would "
+                f"have {_shorten(kept)}; take another function, or change the field by its flag"
+            )
+    return tables
+
+
+def _read_tables(config: Trainer.Config) -> dict[str, Any]:
+    """Return the tables, without the values that are their defaults."""
+    tables = {table: _read_table(TABLES[table], getattr(config, part)) for table, part in _SAME_FIELDS.items()}
+    for full in _OURS:
+        table, _, name = full.partition(".")
+        tables[table].pop(name, None)
+    tables["training"] |= _read_loader("training", config.dataloader)
+    tables["validation"] |= _read_loader("validation", config.validator.dataloader)
+    tables["optimizer"] = _read_optimizer(config.optimizer)
+    tables["activation_checkpoint"] = _read_activation_checkpoint(config.activation_checkpoint)
+    spec = config.model_spec
+    tables["model"] = {"name": spec.name, "flavor": spec.flavor, "hf_assets_path": config.hf_assets_path}
+    tables["job"] = {"dump_folder": config.dump_folder}
+    return {name: table for name, table in tables.items() if table}
+
+
+def _read_table(table: type, source: Any) -> dict[str, Any]:
+    """Return the values of a config that a table has, and that are not the table's defaults."""
+    if source is None:
+        return {}
+    default, found = table(), {}
+    names = {each.name for each in fields(source)}
+    for each in fields(table):
+        if each.name not in names or each.name == "dataloader":
+            continue
+        value = getattr(source, each.name)
+        if value != getattr(default, each.name):
+            found[each.name] = value
+    return found
+
+
+def _read_loader(table: str, config: Any) -> dict[str, Any]:
+    """Return the data of a table; for a loader of another kind what has its names, and the comparison refuses it."""
+    found = {name: getattr(config, name, None) for name in ("dataset", "dataset_path")}
+    if isinstance(config, HuggingFaceTextDataLoader.Config):
+        found["dataloader"] = _read_table(type(TABLES[table]().dataloader), config)
+    return {name: value for name, value in found.items() if value}
+
+
+def _read_optimizer(config: Any) -> dict[str, Any]:
+    """Return the settings of the first group of parameters; the comparison refuses other groups."""
+    group = config.param_groups[0]
+    settings = dict(group.optimizer_kwargs)
+    beta1, beta2 = settings.pop("betas", (None, None))
+    known = {each.name for each in fields(TABLES["optimizer"])}
+    found = {"name": group.optimizer_name, "implementation": config.implementation, "beta1": beta1, "beta2": beta2}
+    found |= {name: value for name, value in settings.items() if name in known}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _read_activation_checkpoint(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {"mode": "none"}
+    found = _read_table(TABLES["activation_checkpoint"], config)
+    shapes = getattr(config, "force_recompute_mm_shapes_by_fqns", None)
+    if shapes is not None:
+        found["per_op_sac_force_recompute_mm_shapes_by_fqns"] = shapes
+    return {"mode": _AC_MODES.get(type(config), "none"), **found}
+
+
+def _find_difference(name: str, given: Any, made: Any) -> tuple[str, Any, Any] | None:
+    """Return the name of the first field that differs between two configs, and both values; None if none does.
+
+    Functions are compared by their names: each call of F makes its own.
+    """
+    if name in _IGNORED:
+        return None
+    if is_dataclass(given) and type(given) is type(made):
+        for each in fields(given):
+            found = _find_difference(f"{name}.{each.name}", getattr(given, each.name), getattr(made, each.name))
+            if found is not None:
+                return found
+        return None
+    if isinstance(given, Mapping) and isinstance(made, Mapping) and given.keys() == made.keys():
+        for key in given:
+            found = _find_difference(f"{name}.{key}", given[key], made[key])
+            if found is not None:
+                return found
+        return None
+    if isinstance(given, list | tuple) and type(given) is type(made) and len(given) == len(made):
+        for place, (one, other) in enumerate(zip(given, made, strict=True)):
+            found = _find_difference(f"{name}[{place}]", one, other)
+            if found is not None:
+                return found
+        return None
+    if isinstance(given, functools.partial) and isinstance(made, functools.partial):
+        parts = ("func", "args", "keywords")
+        return _find_difference(name, [getattr(given, p) for p in parts], [getattr(made, p) for p in parts])
+    if callable(given) and callable(made):
+        given, made = _name_of(given), _name_of(made)
+    return None if given == made else (name, given, made)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"

@@ -1,0 +1,132 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Jobs that are given as users of torchtitan 0.3 give them: `--module M --config F`, and 0.3's flags.
+
+`python -m titan_ft.training.module_config M F [flags]` prints the TOML of such a job.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ft.config import TABLE, ConfigError, read_flags
+from titan_ft.host.release import check_torchtitan, expect_torchtitan
+from titan_ft.usage import refusing
+
+_OWN_TABLES = (TABLE, "experimental", "job")
+"""Tables whose flags 0.3 does not have."""
+_NAMES = ("module", "config")
+
+
+@dataclass(frozen=True)
+class ModuleFlags:
+    """Flags of a worker, apart.
+
+    Attributes:
+        module: M; empty if no job is given so.
+        function: F.
+        own: flags of this package's tables.
+        others: flags of 0.3.
+    """
+
+    module: str
+    function: str
+    own: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+def split_flags(args: Sequence[str]) -> ModuleFlags:
+    """Return the flags of a worker, apart. A value that follows its flag stays with it.
+
+    Raises:
+        ConfigError: only one of --module and --config is given, or a TOML too.
+    """
+    given = {"module": "", "config": ""}
+    own: list[str] = []
+    others: list[str] = []
+    words = iter(args)
+    place = others
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = name.removeprefix("--")
+            if name in given:
+                given[name] = value if equals else next(words, "")
+                continue
+            place = own if name.partition(".")[0].replace("-", "_") in _OWN_TABLES else others
+        place.append(word)
+    found = ModuleFlags(given["module"], given["config"], tuple(own), tuple(others))
+    if bool(found.module) != bool(found.function):
+        got = f"--module {found.module}" if found.module else f"--config {found.function}"
+        raise ConfigError(f"--module and --config must come together, got {got} alone; give both, or a TOML")
+    if found.module and "job.config_file" in dict(read_flags(own)):
+        raise ConfigError(
+            f"--module must be left out with --job.config_file, got {found.module!r}; give one of the two"
+        )
+    return found
+
+
+def read_tables(flags: ModuleFlags) -> dict[str, Any]:
+    """Return the tables of the TOML that describes a job; nothing before this may import torchtitan.
+
+    Raises:
+        ConfigError: there is a mistake in the flags, or no TOML can describe the job.
+    """
+    from titan_ft.host import cpu
+
+    cpu.prepare()
+    check_torchtitan()
+    with expect_torchtitan():
+        from titan_ft.host.titan import read_module
+
+    def unknown(flag: str) -> str:
+        return f"{flag} is no flag of --module {flags.module} --config {flags.function}; correct or remove it"
+
+    try:
+        return refusing(lambda: read_module(flags.module, flags.function, flags.others), flags.others, unknown)
+    except ConfigError:
+        raise
+    except ValueError as error:  # torchtitan's own rules
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+def format_toml(tables: Mapping[str, Any]) -> str:
+    """Return tables as a TOML. Values that are None are left out: so a TOML leaves a field at its default."""
+    return "\n".join(_lines(tables, "")) + "\n"
+
+
+def _lines(table: Mapping[str, Any], name: str) -> Iterator[str]:
+    inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    values = {key: value for key, value in table.items() if key not in inner and value is not None}
+    if name and values:
+        yield f"[{name}]"
+    for key, value in values.items():
+        # A text, number or list in JSON is one in TOML, too.
+        yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
+    if values:
+        yield ""
+    for key, value in inner.items():
+        yield from _lines(value, f"{name}.{key}" if name else key)
+
+
+def main(args: Sequence[str]) -> int:
+    """Print the TOML of a job; returns the exit status."""
+    if len(args) < len(_NAMES):
+        print("usage: python -m titan_ft.training.module_config M F [flags of torchtitan 0.3]", file=sys.stderr)
+        return 2
+    module, function, *others = args
+    try:
+        tables = read_tables(ModuleFlags(module, function, (), tuple(others)))
+    except ConfigError as error:
+        print(f"titan-ft: {error}", file=sys.stderr)
+        return 2
+    print(format_toml(tables), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
