@@ -15,7 +15,7 @@ from torchft.coordination import LighthouseClient
 
 from titan_ft.launch import lighthouse
 from titan_ft.launch.lighthouse import ANNOUNCEMENT, FORMER_SECONDS, MOST_FORMER_NAMES, Crowd
-from titan_ft.membership.pulse import Status, StatusPage
+from titan_ft.membership.pulse import LighthouseStatus, StatusPage
 
 DEADLINE = 30.0  # seconds; only ever reached by a bug
 CONNECT = timedelta(seconds=10)
@@ -27,9 +27,9 @@ class Page(StatusPage):
 
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1")
-        self.status: Status | None = None
+        self.status: LighthouseStatus | None = None
 
-    def read(self, timeout: float) -> Status | None:
+    def read(self, timeout: float) -> LighthouseStatus | None:
         return self.status
 
 
@@ -54,7 +54,7 @@ def names(former: int, living: int) -> dict[str, float]:
 )
 def test_when_a_lighthouse_starts_anew(page: Page, former: int, living: int, num_asking: int, due: bool) -> None:
     """With too many ended processes, and between two quorums."""
-    page.status = Status(names(former, living), (), num_asking)
+    page.status = LighthouseStatus(names(former, living), (), num_asking)
     assert Crowd(page).is_due() == due
 
 
@@ -99,7 +99,7 @@ def test_a_lighthouse_forgets_ended_processes(process: subprocess.Popen[str]) ->
     for number in range(30):
         client.heartbeat(f"group-{number}")
     assert read_address(process) == address
-    status: list[Status] = []
+    status: list[LighthouseStatus] = []
 
     def is_empty() -> bool:
         status[:] = [found for found in [page.read(1.0)] if found is not None]
