@@ -24,7 +24,7 @@ import pytest
 
 from titan_ft.launch.gate import MAX_UNKNOWN, Gate
 from titan_ft.launch.lighthouse import ANNOUNCEMENT
-from titan_ft.membership.follow import Follower
+from titan_ft.membership.follow import LighthouseFollower
 from titan_ft.membership.pulse import StatusPage
 from titan_ft.run.lighthouse import Announcement, LighthouseAddress, answers
 from titan_ft.system.namespace import allow_namespaces
@@ -195,7 +195,7 @@ def test_a_held_connection_shows_the_lighthouses_end(start: Callable[..., Lighth
     Announcement(str(lighthouse.address)).write(tmp_path / "announced")
     address = LighthouseAddress(f"file:{tmp_path / 'announced'}", TOKEN)
     address.wait(DEADLINE)
-    follower = Follower(address, 0, lambda place: False)
+    follower = LighthouseFollower(address, 0, lambda place: False)
     wait_for(lambda: follower._line is not None, "the connection")
     line = follower._line
     with lighthouse.connect() as stranger:
