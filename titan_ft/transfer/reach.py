@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import ssl
 import struct
 import termios
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from titan_ft.protocol.errors import RefusedError, first_line
 from titan_ft.system.address import split_address
-from titan_ft.system.seal import remove_seal
+from titan_ft.system.seal import UnsealedError, remove_seal
 from titan_ft.system.threads import call_for_each, call_within
 from titan_ft.transfer.wire import Message, SealedStream, prove
 
@@ -87,11 +88,13 @@ class Probe:
     def __call__(self, peers: Sequence[Peer]) -> dict[str, str]:
         """Return the peers that cannot be reached, and the reasons, by `unique`.
 
-        A peer of another run, with another token, or busy with a computation can be reached.
+        A peer of another run, with another token, or busy with a computation can be reached. The
+        same holds for a peer whose address in its group's store has no seal: a stranger has written
+        there, and must not turn a living peer into a dead link.
         """
         reasons = {}
         for unique, error in self._ask_all(peers).items():
-            if not isinstance(error, RefusedError | BusyError):
+            if not isinstance(error, RefusedError | BusyError | UnsealedError):
                 reasons[unique] = first_line(error)
         return reasons
 
@@ -117,8 +120,9 @@ class Probe:
             address = peer.address or look_up(peer, self._group_rank, self._token)
             try:
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
-            except ConnectionError:
-                # Once more: an abort of the exchange may have closed this connection as well.
+            except (ConnectionError, ssl.SSLError):
+                # Once more: an abort of the exchange may have closed this connection as well. Within
+                # TLS that is an SSLError.
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
         except (OSError, ValueError, KeyError, RuntimeError, RefusedError, BusyError) as error:
             return error  # errors of the network and the store; other errors are bugs
@@ -143,16 +147,17 @@ def round_trip(address: str, token: str, seconds: float, size: int, back: str = 
         RefusedError: the server can be reached, but does not know the token.
         BusyError: the server can be reached, but does not answer now.
     """
-    with contextlib.closing(_connect(address, seconds)) as connection:
+    # TLS takes the descriptor of the connection away. The copy can still ask the kernel.
+    with contextlib.closing(_connect(address, seconds)) as connection, connection.dup() as copy:
         # The last bytes must not wait for a delayed acknowledgement.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(_BLANKS)
         try:
             sealed = prove(connection, address, token)
         except TimeoutError as error:
-            # After the greeting, silence means a bad network: it may lose large packets and pass
+            # After the handshake, silence means a bad network: it may lose large packets and pass
             # small ones.
-            if connection.fileno() >= 0 and _is_all_acknowledged(connection):
+            if _is_all_acknowledged(copy):
                 text = f"{address} takes what it is sent and does not answer"
                 raise BusyError(text) from error
             raise

@@ -266,9 +266,7 @@ def prove(
         if not is_proof(handshake.proof("donor"), answer.get("proof")):
             raise RefusedError(f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}")
     except BaseException:
-        # The caller closes the connection without TLS, and may first ask its kernel why the other
-        # end was silent.
-        if secured is not None:
+        if secured is not None:  # the caller closes the connection without TLS
             secured.close()
         raise
     return SealedStream(connection, stream, handshake, "joiner")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import threading
@@ -15,12 +16,12 @@ from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapsho
 from test_wire import SECRET, Relay, publish_secret, start_relay  # noqa: F401  # a fixture
 
 from titan_ft.protocol.errors import RefusedError
-from titan_ft.transfer import tls
-from titan_ft.transfer.reach import Peer, Probe
+from titan_ft.transfer import reach, tls
+from titan_ft.transfer.reach import Peer, Probe, answer_probe
 from titan_ft.transfer.state_fetch import ask_offer, fetch
 from titan_ft.transfer.state_server import StateServer
 from titan_ft.transfer.tls import Certificate
-from titan_ft.transfer.wire import Message, check_joiner
+from titan_ft.transfer.wire import Message, _skip_blanks, check_joiner
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 
@@ -188,8 +189,58 @@ def test_a_server_has_it_from_the_start(certificate: Certificate) -> None:
     """By its last argument, as a worker starts it."""
     server = StateServer("127.0.0.1", TOKEN, DEADLINE, lambda *_: None, 0.0, certificate)
     try:
-        server.publish(make_snapshot(5, CHUNK), 0.0)
-        with pytest.raises(RefusedError):
-            fetch([server.address], "another secret", 5, "4", 1, DEADLINE)
+        with socket.create_connection(("127.0.0.1", server.port), DEADLINE) as joiner:
+            greeting = joiner.recv(4096)
+            assert b'"tls":true' in greeting
+            with tls.connect(joiner)[0] as secured:
+                assert secured.version() == "TLSv1.3"
     finally:
         server.close()
+
+
+def test_a_peer_that_becomes_busy_can_be_reached(secure: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long call takes the GIL after the greeting, before TLS begins: the peer's kernel takes what it is sent."""
+    monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def talk(connection: socket.socket) -> None:
+            connection.sendall(b'{"nonce":"00","version":2,"tls":true}\n')
+            over.wait(DEADLINE)
+
+        accept_one(listener, talk)
+        try:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            assert Probe(TOKEN, secure.address, 0)([Peer("busy", "", address)]) == {}
+        finally:
+            over.set()
+
+
+@pytest.mark.parametrize("after_tls", [False, True])
+def test_a_connection_that_is_cut_is_made_again(
+    secure: Donor, certificate: Certificate, background: ThreadPoolExecutor, after_tls: bool
+) -> None:
+    """A peer takes a probe for a broken exchange's connection and closes it: the second one finds the peer alive."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.settimeout(DEADLINE)  # the code before did not come again
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b'{"nonce":"00","version":2,"tls":true}\n')
+                _skip_blanks(connection)
+                if after_tls:
+                    with certificate.accept(connection) as secured:
+                        secured.recv(4096)
+                        secured.shutdown(socket.SHUT_RDWR)
+                else:
+                    connection.recv(4096)  # what is unread would make the cut a reset
+            connection, _ = listener.accept()
+            sealed = check_joiner(connection, address, TOKEN, certificate)
+            with contextlib.closing(sealed.connection):
+                answer_probe(sealed, sealed.read(), TOKEN)
+
+        peer = background.submit(serve)
+        assert Probe(TOKEN, "", 0)([Peer("cut", "", address)]) == {}
+        peer.result(DEADLINE)
