@@ -35,13 +35,13 @@ def write_for_owner_only() -> None:
 
 
 def find_own_users(folder: Path, owner: int) -> set[int]:
-    """Return the users whose files in a folder are this process's own, or root's.
+    """Return the users whose files in a folder are trusted: this process's user, and root.
 
     A file server that maps root to nobody, or a user namespace, shows this user's files under
     another user. A new file in the folder shows which user that is.
 
     Args:
-        owner: user whose file is looked at; the new file is made only if that user is another one.
+        owner: owner of the file in question. If it is trusted already, no new file is made.
     """
     ours = {os.geteuid(), ROOT}
     if owner in ours:
@@ -50,15 +50,15 @@ def find_own_users(folder: Path, owner: int) -> set[int]:
         with tempfile.TemporaryFile(dir=folder) as own:
             ours.add(os.fstat(own.fileno()).st_uid)
     except OSError:
-        pass  # such as PermissionError: this user makes no files there
+        pass  # such as PermissionError: this user cannot make files there
     return ours
 
 
 def find_stranger(folder: Path) -> tuple[Path, int] | None:
     """Return the folder or its first entry that belongs to another user, and that user.
 
-    Returns None if everything belongs to this user or to root. For a link, the owner of the link
-    counts, not the owner of its target. Whoever owns a link to the folder can point it elsewhere.
+    Returns None if everything belongs to this user or to root. For a link the owner of the link
+    counts, and not only the owner of its target: the owner of a link can point it elsewhere.
 
     Raises:
         OSError: the folder cannot be read.

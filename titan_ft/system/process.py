@@ -1,8 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Who a process is, and which sockets are its own: what Linux tells of it in /proc.
+"""Processes and their sockets, as Linux shows them in /proc.
 
-Elsewhere than on Linux there is no /proc: a process then has no start time and lists no sockets.
+Other systems have no /proc. There a process has no start time, and lists no sockets.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _START_SLACK_SECONDS = 1.0
-"""A process's start is known in clock ticks."""
+"""Tolerance for the start of a process, which Linux counts in clock ticks."""
 
 
 def node_name() -> str:
-    """Return what people call this host: Slurm's name of the node, else the host's own."""
+    """Return the name of this host for people: Slurm's name of the node, else its own name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process, that another with the same pid is not taken for.
+    """Identifies one process for good. A later process with the same pid is another `Process`.
 
     Attributes:
-        host: where `pid` is valid: host since its boot, and PID namespace (containers may share the host's name).
-        start: of the process, in ticks since boot, because pids are reused; empty where there is no /proc.
+        host: this boot of the host, and the PID namespace. `pid` is valid there. A host name would
+            not do, because containers may share it.
+        start: start of the process in ticks since boot; empty = there is no /proc.
     """
 
     host: str
@@ -40,13 +41,18 @@ class Process:
 
     @classmethod
     def this(cls) -> Process:
-        """Describe this process."""
+        """Return the identity of this process."""
         status = read_status(os.getpid())
-        return cls(this_host("pid"), os.getpid(), "" if status is None else str(status.start))
+        start = "" if status is None else str(status.start)
+        return cls(this_host("pid"), os.getpid(), start)
 
     @classmethod
     def parse(cls, text: str) -> Process:
-        """Read what `str` wrote."""
+        """Read the text of `str(process)`.
+
+        Raises:
+            ValueError: it is no such text.
+        """
         host, pid, start = text.split(",")
         return cls(host, int(pid), start)
 
@@ -54,7 +60,7 @@ class Process:
         return f"{self.host},{self.pid},{self.start}"
 
     def is_gone(self) -> bool:
-        """Say whether it has certainly ended; False if it cannot be looked at from here."""
+        """True if the process has certainly ended; False if it runs on another host."""
         if self.host != this_host("pid"):
             return False
         if self.start:
@@ -70,12 +76,12 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Status:
-    """What /proc/PID/stat says (proc(5), fields 3, 4 and 22).
+class ProcessStatus:
+    """Fields 3, 4 and 22 of /proc/PID/stat (proc(5)).
 
     Attributes:
         state: one letter, such as R, S, T, Z.
-        parent: its pid.
+        parent: pid of the parent.
         start: in ticks (SC_CLK_TCK) since boot; suspended time counts.
     """
 
@@ -85,51 +91,58 @@ class Status:
 
     @property
     def ended(self) -> bool:
-        """Say whether it has ended and only waits to be collected."""
+        """True if the process has ended, and only waits for its parent to collect it."""
         return self.state in "ZX"
 
 
-def read_status(pid: int, thread: int | None = None) -> Status | None:
-    """Return the status of a process, or of one of its threads; None if it is not there."""
+def read_status(pid: int, thread: int | None = None) -> ProcessStatus | None:
+    """Return the status of a process, or of one of its threads; None if there is no such one."""
     folder = f"/proc/{pid}" if thread is None else f"/proc/{pid}/task/{thread}"
     try:
-        # The name before it may hold anything, spaces and parentheses too.
+        # Read after the last parenthesis: the name before it may contain spaces and parentheses.
         fields = Path(f"{folder}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return Status(fields[0], int(fields[1]), int(fields[19]))
+    return ProcessStatus(fields[0], int(fields[1]), int(fields[19]))
 
 
 def read_command(pid: int) -> list[str]:
-    """Return the command line of a process; none of one that is gone, has ended, or is somebody else's."""
+    """Return the command line of a process; empty if it has ended or is another user's."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+        text = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
         return []
+    return text.split("\0")[:-1]
 
 
 def is_running_worker(pid: int, mark: str = "titan_ft", since: float | None = None) -> bool:
-    """Say whether the process still is a worker; its pid may be another's by now.
+    """True if the process is still a worker. Its pid may belong to another process by now.
 
     Args:
-        mark: what is in a worker's command line.
-        since: seconds of this host's monotonic clock at which the worker ran; a younger process is another one.
+        mark: text in a worker's command line.
+        since: monotonic seconds at which the worker ran. A process that started later is another
+            one.
     """
     try:
         status = read_status(pid)
-    except OSError:  # somebody else's, who hides it
+    except OSError:  # the process of another user, hidden from this one
         return False
     if status is None or not any(mark in argument for argument in read_command(pid)):
         return False
     if since is None:
         return True
-    since_boot = status.start / os.sysconf("SC_CLK_TCK")
-    asleep = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()  # the one clock counts a suspend, the other not
-    return since_boot - asleep <= since + _START_SLACK_SECONDS
+    # The start counts the time in which the host was suspended, the monotonic clock does not.
+    started_at = status.start / os.sysconf("SC_CLK_TCK")
+    suspended_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    return started_at - suspended_seconds <= since + _START_SLACK_SECONDS
 
 
 def this_host(*namespaces: str) -> str:
-    """Name this host since its boot, and its namespaces ("pid", "net"), in which pids and connections are valid."""
+    """Return a name for this boot of the host and some of its namespaces.
+
+    Args:
+        namespaces: "pid" for a scope in which pids are valid, "net" for one of connections.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return "/".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in namespaces)])
@@ -140,18 +153,19 @@ def this_host(*namespaces: str) -> str:
 def own_sockets() -> Iterator[tuple[int, int]]:
     """Yield descriptor and inode of each socket of this process, of any kind.
 
-    A descriptor may be closed, and its number given away, at any time: compare the inode before touching it.
+    Another thread may close a descriptor at any time, and its number may then belong to another
+    file. So compare the inode before using the descriptor (see `borrowed_socket`).
     """
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile, such as the one that lists this folder
+            with contextlib.suppress(OSError):  # closed meanwhile, as the descriptor of this listing
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
                     yield int(name), status.st_ino
 
 
 def shut_listener(port: int) -> None:
-    """Stop listening at a port of this process, for a server that has no such call of its own.
+    """Make a server of this process stop listening, if the server itself has no such call.
 
     Connections that are open stay open.
     """
@@ -159,26 +173,27 @@ def shut_listener(port: int) -> None:
         with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as borrowed:
             if borrowed is None or borrowed.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            if borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and borrowed.getsockname()[1] == port:
+            is_listening = borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if is_listening and borrowed.getsockname()[1] == port:
                 borrowed.shutdown(socket.SHUT_RDWR)
 
 
 def end_at_exit() -> None:
-    """Let this process end at once where C code calls exit(), without the exit handlers of libraries.
+    """Make exit() of the C library end this process at once, without handlers of other libraries.
 
-    torchft's manager calls exit() on one of its threads when it is told to kill its process. The
-    handlers of torch then wait for threads, and the process stays, without connections, for ever.
-    Python's own end of a worker, os._exit, calls no handlers either.
+    torchft's manager calls exit() on one of its threads when it is asked to kill its process. Then
+    torch's handlers would wait for threads, and the process would stay for ever, without
+    connections. A worker that ends by itself uses os._exit, which calls no handlers either.
     """
     import ctypes
 
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "on_exit"):  # of glibc; the handler that is registered last is called first
+    if hasattr(libc, "on_exit"):  # glibc calls the handler that was registered last first
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 def sockets_of(pid: int) -> Iterator[int]:
-    """Yield the inodes of a process's sockets; none of one that is gone or somebody else's."""
+    """Yield the inodes of a process's sockets; none if it has ended or is another user's."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -189,22 +204,23 @@ def sockets_of(pid: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def borrowed_socket(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
-    """Hold a socket of this process by a descriptor of one's own; None if the number is another file's by now.
+    """Use a socket that other code of this process owns, by a duplicate of its descriptor.
 
-    It is the same connection: shutting it down ends it for its owner too, closing this descriptor does not.
+    Yields None if the descriptor's number belongs to another file by now. A shutdown of the
+    borrowed socket ends the connection for its owner as well. The end of the block does not.
 
     Raises:
         OSError: the descriptor is closed.
     """
-    own = os.dup(descriptor)
+    duplicate = os.dup(descriptor)
+    if os.fstat(duplicate).st_ino != inode:
+        os.close(duplicate)
+        yield None
+        return
     try:
-        if os.fstat(own).st_ino != inode:
-            yield None
-            return
-        borrowed = socket.socket(fileno=own)
-        own = -1
-        with borrowed:
-            yield borrowed
-    finally:
-        if own >= 0:
-            os.close(own)
+        borrowed = socket.socket(fileno=duplicate)
+    except BaseException:
+        os.close(duplicate)
+        raise
+    with borrowed:  # owns the duplicate from now on
+        yield borrowed

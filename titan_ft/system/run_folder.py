@@ -19,8 +19,8 @@ from titan_ft.system.ownership import find_stranger, is_open_to_all
 def check_run_folder(folder: Path, option: str = "--run-dir") -> None:
     """Refuse a folder of another user, and a folder that every user may write.
 
-    One line on stderr says that the group may write the folder: the umask 002 is common. Another one
-    names a folder above it in which every user may replace it: an administrator, or Kubernetes, has
+    Two weaker findings are lines on stderr. The group may write the folder: the umask 002 is common.
+    Or every user may write a folder above it, and so replace it: an administrator or Kubernetes has
     made that folder, and this user cannot always choose another one.
 
     Args:
@@ -46,11 +46,11 @@ def check_run_folder(folder: Path, option: str = "--run-dir") -> None:
     if mode & stat.S_IWGRP:
         _warn(f"the group may write {folder}, and so change this run; chmod g-w it")
     for above in folder.resolve().parents:
-        with contextlib.suppress(OSError):  # a folder that may be passed through, and not be read
+        with contextlib.suppress(OSError):  # this user may pass through the folder, but not read it
             mode = above.stat().st_mode
             if is_open_to_all(mode):
-                mode_text = f"{stat.S_IMODE(mode):o}"
-                _warn(f"every user may write {above} (mode {mode_text}), and so replace this run's folder; chmod +t it")
+                found = f"every user may write {above} (mode {stat.S_IMODE(mode):o})"
+                _warn(f"{found}, and so replace this run's folder; chmod +t it")
 
 
 def _warn(text: str) -> None:

@@ -1,11 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Seals: only a process with the run's token can make one, and every process with the token can check it.
+"""Seals: only a process with the run's token can make one, and each such process can check it.
 
-The lighthouse and the groups' stores believe whoever reaches them. A seal shows that a name or an
-address comes from a process of this run. It does not hide the text, and it does not show that the
-text is new: a stranger can copy a sealed text from one place to another, so `purpose` names the
-place.
+The lighthouse and the groups' stores accept texts from anybody. A seal shows that a name or an
+address comes from a process of this run. The seal does not hide the text, and does not show that the
+text is new. A stranger could copy a sealed text from one place to another, so `purpose` names the
+place. See docs/security.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import hashlib
 import hmac
 
 SEAL_LETTERS = 32
-"""Length of a seal: 128 bits in hex. A name carries one, and the lighthouse sends all names to all."""
+"""Length of a seal: 128 bits in hex. It is short because each name has a seal, and the lighthouse
+sends all names to all groups."""
 
 
 def seal(token: str, purpose: str, text: str) -> str:
@@ -22,23 +23,23 @@ def seal(token: str, purpose: str, text: str) -> str:
 
     Args:
         token: the run's shared secret.
-        purpose: where the text stands; a seal made for one place is worth nothing at another.
+        purpose: names the place of the text. A seal for one place is not valid at another.
     """
-    # The length keeps two pairs of purpose and text from having the same bytes.
+    # With the length, no two pairs of purpose and text have the same bytes.
     covered = f"{len(purpose)}:{purpose}:{text}".encode(errors="surrogatepass")
     return hmac.new(token.encode(), covered, hashlib.sha256).hexdigest()[:SEAL_LETTERS]
 
 
 def add_seal(token: str, key: str, text: str) -> str:
-    """Return a text with its seal, to be stored under `key`."""
+    """Return a text with its seal, for a store. The seal is valid under `key` only."""
     return f"{text} {seal(token, key, text)}"
 
 
 def remove_seal(token: str, key: str, sealed: str) -> str:
-    """Return the text that `add_seal` was given.
+    """Return a text without the seal of `add_seal`.
 
     Raises:
-        UnsealedError: the text was stored under another key, or by a process without the token.
+        UnsealedError: the seal is for another key, or from a process without the token.
     """
     text, _, found = sealed.rpartition(" ")
     if not is_seal(found, token, key, text):
@@ -50,14 +51,19 @@ def remove_seal(token: str, key: str, sealed: str) -> str:
 
 
 def lighthouse_secret(token: str) -> str:
-    """Return what members show to the lighthouse: not the token, because it travels in the clear; empty without one."""
-    return seal(token, "lighthouse", "") if token else ""
+    """Return the secret that members show to the lighthouse; empty if the run has no token.
+
+    It travels in clear text. So it is not the token, and does not reveal the token.
+    """
+    if not token:
+        return ""
+    return seal(token, "lighthouse", "")
 
 
 def is_seal(found: str, token: str, purpose: str, text: str) -> bool:
-    """True if `found` is the seal of a text; takes the same time for every wrong one."""
+    """True if `found` is the seal of a text. The comparison always takes the same time."""
     return hmac.compare_digest(found.encode(errors="surrogatepass"), seal(token, purpose, text).encode())
 
 
 class UnsealedError(OSError):
-    """A text in a store does not come from a process of this run: whoever reads it goes on without it."""
+    """A text in a store has no valid seal. The reader goes on as if the text were not there."""
