@@ -95,7 +95,7 @@ def describe() -> str:
 
 
 def list_params(kind: type[Fault]) -> list[tuple[str, str]]:
-    """Return the parameters of a fault with their defaults; "random" if the seed draws the value."""
+    """Return the parameters of a fault with their defaults; "random" if the seed draws it."""
     params = []
     for field in msgspec.structs.fields(kind):
         default = "random" if field.default is None else f"{field.default:g}"

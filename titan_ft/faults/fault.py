@@ -14,7 +14,8 @@ from titan_ft.config import ConfigError
 
 Scope = Literal["rank", "group", "groups", "link", "lighthouse", "donor"]
 """The target: one rank, one group, several groups, the link between two groups, the lighthouse, or
-the donor of the next heal. For a donor, the group that the plan names is killed to provoke the heal.
+the donor of the next heal. For a donor, the group that the plan names is killed to provoke the
+heal.
 """
 
 Outcome = Literal["", "killed", "left", "frozen", "hung", "relaunched"]

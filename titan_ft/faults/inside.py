@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The faults within a worker. Each causes the real failure; none imitates its symptoms.
 
-The worker's chaos agent calls `start` on its own thread. A fault acts there, or installs a hook that
-acts on another thread: the training thread, a donor's connection, a checkpoint. `Task.begin` is
-called right before the fault breaks something, and returns False if the fault must not act. A fault
-with a duration ends itself, because the runner may not reach a worker whose network is gone.
+The worker's chaos agent calls `start` on its own thread. A fault acts there, or installs a hook
+that acts on another thread: the training thread, a donor's connection, a checkpoint. `Task.begin`
+is called right before the fault breaks something, and returns False if the fault must not act. A
+fault with a duration ends itself, because the runner may not reach a worker whose network is gone.
 `TargetWorker` does everything that needs torch.
 """
 

@@ -12,8 +12,8 @@ from titan_ft.faults.fault import Ending, Fault, Need
 from titan_ft.faults.schema import PositiveInt, PositiveNumber
 
 SendSignal = Callable[[signal.Signals], None]
-"""Sends a signal to all processes of one target. Raises `titan_ft.chaos.processes.Unreachable` if the
-target has no process left."""
+"""Sends a signal to all processes of one target. Raises `titan_ft.chaos.processes.Unreachable` if
+the target has no process left."""
 
 
 class Signal(Fault, frozen=True):

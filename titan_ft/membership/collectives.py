@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The collectives of an exchange, in the form that torch's Gloo and NCCL both accept.
 
-The exchange, the rehearsal in the set-up of a communicator and the tests make the same calls. So the
-rehearsal uses exactly the algorithms of the exchange. See docs/exchange.md.
+The exchange, the rehearsal in the set-up of a communicator and the tests make the same calls. So
+the rehearsal uses exactly the algorithms of the exchange. See docs/exchange.md.
 """
 
 from __future__ import annotations

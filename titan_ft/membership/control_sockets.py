@@ -370,12 +370,22 @@ class ControlSockets:
         connection.expect_message(ANSWER_BYTES, partial(self._take_answer, connection, handshake))
         self._flush(connection)
 
-    def _take_answer(self, connection: ControlConnection, handshake: ParentHandshake, answer: bytes) -> None:
+    def _take_answer(
+        self,
+        connection: ControlConnection,
+        handshake: ParentHandshake,
+        answer: bytes,
+    ) -> None:
         identity = handshake.check(answer)
         connection.own_seal, connection.others_seal = handshake.seals()
         self._join(connection, handshake.child, identity)
 
-    def _take_reply(self, connection: ControlConnection, handshake: ChildHandshake, reply: bytes) -> None:
+    def _take_reply(
+        self,
+        connection: ControlConnection,
+        handshake: ChildHandshake,
+        reply: bytes,
+    ) -> None:
         connection.unsent += handshake.answer(reply)
         connection.own_seal, connection.others_seal = handshake.seals()
         assert connection.dialed is not None
@@ -407,7 +417,12 @@ class ControlSockets:
 
     # Reading and writing
 
-    def _add(self, accepted: socket.socket, source: str, dialed: int | None = None) -> ControlConnection:
+    def _add(
+        self,
+        accepted: socket.socket,
+        source: str,
+        dialed: int | None = None,
+    ) -> ControlConnection:
         """Register a socket that has not proved the token yet.
 
         Args:

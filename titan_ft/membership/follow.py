@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Following a lighthouse that moves: it is gone, or another lighthouse has announced itself.
 
-Rank 0 of each group follows, because it alone talks to the lighthouse. It also follows in the middle
-of a step. The lighthouse's successor knows no group. If this group sent no heartbeat there, the first
-groups that ask would be given a quorum without it.
+Rank 0 of each group follows, because it alone talks to the lighthouse. It also follows in the
+middle of a step. The lighthouse's successor knows no group. If this group sent no heartbeat there,
+the first groups that ask would be given a quorum without it.
 
 See docs/membership.md, "The lighthouse dies or moves".
 """
@@ -29,7 +29,8 @@ _NUM_FREQUENT = 32  # groups with the shortest calm pause
 _CONNECT_SECONDS = 0.5
 _ANSWER_BYTES = 65536
 _UNREADABLE_SECONDS = 10.0
-"""If the file cannot be read for so long, a lighthouse that answers is believed without the file."""
+"""If the file cannot be read for so long, a lighthouse that answers is believed without the
+file."""
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 
@@ -89,7 +90,11 @@ class LighthouseFollower:
                 return True
             if self._move(place):
                 former_url = former.url if former is not None else None
-                logger.warning("the lighthouse is at %s now, and no longer at %s", place.url, former_url)
+                logger.warning(
+                    "the lighthouse is at %s now, and no longer at %s",
+                    place.url,
+                    former_url,
+                )
                 self._address.place = place
                 self._wake()
             return False

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which groups take part in the next exchange: quorum, process group and vote of one group.
 
-The engine uses this module only. Below it, `Seat` is the group at the lighthouse, `Rendezvous` builds
-the process group with the other groups, and `Partition` handles groups that cannot be reached.
+The engine uses this module only. Below it, `Seat` is the group at the lighthouse, `Rendezvous`
+builds the process group with the other groups, and `Partition` handles groups that cannot be
+reached.
 
-The base is `torchft.coordination` (ManagerServer, ManagerClient), not `torchft.Manager`. The Manager
-couples the quorum to a heal of its own: it chooses a donor for each rank, fetches on the quorum
-thread, and takes a joiner for up to date after its first vote. It also swallows errors of the
-exchange. With the layer below, a group reports the step that it really holds, and the exchange
+The base is `torchft.coordination` (ManagerServer, ManagerClient), not `torchft.Manager`. The
+Manager couples the quorum to a heal of its own: it chooses a donor for each rank, fetches on the
+quorum thread, and takes a joiner for up to date after its first vote. It also swallows errors of
+the exchange. With the layer below, a group reports the step that it really holds, and the exchange
 decides the heal, equally for all ranks of a group. torchft still provides the lighthouse, the
 heartbeats, the quorum and the reconfigurable process groups.
 
@@ -72,8 +73,8 @@ milliseconds. A rank that hangs would make the other groups wait, and the limit 
 _REUNION_REQUESTS = 20
 _REUNION_PAUSE_SECONDS = 0.1
 """Pause between two requests to a lighthouse that was started again. Such a lighthouse knows no
-group, and forms a quorum of the first groups that ask. With `_REUNION_REQUESTS` requests, all groups
-have time to send heartbeats again."""
+group, and forms a quorum of the first groups that ask. With `_REUNION_REQUESTS` requests, all
+groups have time to send heartbeats again."""
 
 _MOVE_REQUESTS = 100
 """The same for a lighthouse that has moved: shared storage shows the move to some groups seconds
@@ -84,7 +85,8 @@ _NUM_FREQUENT = 4
 exchange. 1000 groups read the page 200 times a second. With NCCL each group also reads it once soon
 after its wait has started."""
 
-# Pause between two reads of the page by a lone group that waits for others: the longer one of these.
+# Pause between two reads of the page by a lone group that waits for others: the longer one of
+# these.
 _LONE_PAUSE_TIMEOUTS = 0.1  # share of a heartbeat timeout
 _LONE_PAUSE_SHARE = 0.02  # share of a step
 
@@ -99,7 +101,7 @@ class _Lack(enum.StrEnum):
     """Why a quorum lacks groups, according to the lighthouse's page."""
 
     NOTHING = "nothing"
-    UNKNOWN = "unknown"  # the page does not list an expected group: the lighthouse was started again
+    UNKNOWN = "unknown"  # the page lacks an expected group: the lighthouse was started again
     LIVING = "living"  # a group outside the quorum sends heartbeats; with rounds of several steps
 
 
@@ -379,7 +381,9 @@ class Membership:
             yield
 
     def find_outsiders(self, quorum: Quorum, step: int) -> list[int]:
-        """Return the slots of groups that live and are not in `quorum`; on ranks other than 0, none.
+        """Return the slots of groups that live and are not in `quorum`.
+
+        On rank 0. On other ranks the result is empty.
 
         The result includes groups that are outside because of dead links and hold more than `step`
         updates. These groups send no heartbeats, and come back only when the links work again, or
@@ -393,7 +397,10 @@ class Membership:
         slots_by_peer: dict[Peer, int] = {}
         for member in find_cut_off(self.member, quorum.members, status, step):
             slots_by_peer[Peer(member.unique, member.store)] = member.slot
-        outsiders = set(find_outsiders(self.member, quorum.members, status, self._heartbeat_timeout))
+        outsiders: set[int] = set()
+        outsiders.update(
+            find_outsiders(self.member, quorum.members, status, self._heartbeat_timeout),
+        )
         for peer in self._probe.find_answering(list(slots_by_peer)):
             outsiders.add(slots_by_peer[peer])
         return sorted(outsiders)
@@ -663,7 +670,7 @@ class Membership:
         deadline = step_end - _CONNECTING_TIMES_IN_RESERVE * self._connecting_seconds
         while time.monotonic() < deadline and not self._needed.wait(pause_seconds):
             if self._leave_requested():
-                return False  # the set-up of a joiner would cost time that this group needs to leave
+                return False  # a joiner's set-up would cost time that this group needs to leave
             status = self._page.read(self._heartbeat_timeout)
             if status is None:
                 return False  # each further read could keep the group waiting for its timeout
@@ -782,7 +789,7 @@ class Membership:
         return [member for member in pending.result().members if member != self.member]
 
     def _find_watched(self) -> list[str]:
-        """Return the names of the other members in the exchange, and remember which exchange it is."""
+        """Return the names of the exchange's other members, and remember the exchange's prefix."""
         self._watched_prefix = self._rendezvous.prefix
         return [member.replica_id for member in self._find_others()]
 
@@ -791,7 +798,11 @@ class Membership:
         self._rendezvous.abort(self._watched_prefix)  # first: the event's disk may be full
         slots = sorted(member.slot for member in known_members(silent, self._token))
         seconds = max(silent.values())
-        logger.warning("no heartbeat from groups %s for %.1f s: the exchange is broken off", slots, seconds)
+        logger.warning(
+            "no heartbeat from groups %s for %.1f s: the exchange is broken off",
+            slots,
+            seconds,
+        )
         self._events.emit(PeerSilent(slots=slots, seconds=seconds))
 
     def _break_off_left_out(self, slots: list[int]) -> None:
@@ -803,4 +814,6 @@ class Membership:
     def _follow_leaver(self) -> None:
         """Break off the exchange because a member has done so. The next quorum shows which one."""
         self._rendezvous.abort(self._watched_prefix)
-        logger.warning("a group of this exchange asks for the next quorum already: the exchange is broken off here too")
+        logger.warning(
+            "a group of this exchange asks for the next quorum already: the exchange is broken off here too",
+        )

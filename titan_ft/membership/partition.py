@@ -122,7 +122,8 @@ class Partition:
         Args:
             find_others: returns the other members of the exchange under way.
         """
-        # A probe also costs a healthy peer that is merely slow. So each pause is twice the one before.
+        # A probe also costs a healthy peer that is merely slow. So each pause is twice the one
+        # before.
         return Watch(
             "titan_ft_link_watch",
             self._find_first_pause,
@@ -361,7 +362,12 @@ class Partition:
         for member in members:
             if member.unique in reasons.keys() - self._logged_unreachable:
                 reason = reasons[member.unique]
-                logger.warning("rank %d cannot reach group %d: %s", self._group_rank, member.slot, reason)
+                logger.warning(
+                    "rank %d cannot reach group %d: %s",
+                    self._group_rank,
+                    member.slot,
+                    reason,
+                )
         self._logged_unreachable = set(reasons)
         return sorted(reasons)
 

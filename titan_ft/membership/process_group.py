@@ -55,21 +55,22 @@ from titan_ft.system.threads import call_aside, call_within
 logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.1
-"""Pause between two checks for an abort, a lost connection, an error of NCCL or a passed deadline."""
+"""Pause between two checks for an abort, a lost connection, an error of NCCL or a passed
+deadline."""
 
 _IDLE_CHECKS = 3
 """Checks in a row without traffic, after a lost connection. By then everything has arrived that the
 lost member sent before its end, and that other members pass on."""
 
 _TIMEVAL_BYTES = 16  # size of struct timeval on 64-bit systems
-_TCP_INFO_CARRIED = 120  # offset in struct tcp_info (linux/tcp.h): bytes acknowledged, bytes received
+_TCP_INFO_CARRIED = 120  # offset of the bytes acknowledged and received in tcp_info (linux/tcp.h)
 _ABORT_SECONDS = 2.0  # a set-up waits no longer for the abort of the former communicator
 _LAUNCH_SECONDS = 0.2  # an abort waits no longer for the end of a launch
 
 _NO_TIMEOUT = timedelta(days=365)
 """torch limits an operation to 10 minutes, whatever the operation's options say. After that its
-watchdog reports corrupted data, has every rank of member 0's group dump its flight record, and never
-reports a lost member again."""
+watchdog reports corrupted data, has every rank of member 0's group dump its flight record, and
+never reports a lost member again."""
 
 _MAX_CTAS = 8
 """Multiprocessors that a kernel of the exchange may hold. The kernel has the highest priority and
@@ -135,7 +136,9 @@ class _Operation:
             if num_carried > num_carried_before:
                 num_idle_checks = 0
             if num_idle_checks >= _IDLE_CHECKS:
-                raise RuntimeError("a connection to another member is closed, and nothing comes by others")
+                raise RuntimeError(
+                    "a connection to another member is closed, and nothing comes by others",
+                )
 
 
 class _Abortable(ProcessGroupWrapper):
@@ -402,7 +405,10 @@ class AbortableNccl(_Abortable, ProcessGroupNCCL):
         except Exception:
             self._give_up("not connected")
             raise
-        self._expected_setup_seconds = min(2 * (time.monotonic() - started), self._max_setup_seconds)
+        self._expected_setup_seconds = min(
+            2 * (time.monotonic() - started),
+            self._max_setup_seconds,
+        )
 
     def abort(self, errored: bool = True) -> None:
         """End all operations and drop the communicator, without blocking.
@@ -456,7 +462,9 @@ class AbortableNccl(_Abortable, ProcessGroupNCCL):
         world_size: int,
         where: torch.device,
     ) -> None:
-        """Create a communicator, set `_pg`, and connect it. Runs on a thread that may outlive its set-up.
+        """Create a communicator, set `_pg`, and connect it.
+
+        It runs on a thread that may outlive its set-up.
 
         `_pg` is set before the communicator connects, so that `abort` and the watch end a set-up in
         the same way as an exchange.

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The pulse: while an exchange waits, do its members still send heartbeats and take part in it?
 
-A process that dies closes its connections, and the other groups notice at once. A host that is frozen
-or cut off closes nothing. An exchange with it would wait for the process group's whole timeout, which
-must be longer than the slowest step. And when that host is back, NCCL may not show it that the others
-have left the exchange. The lighthouse knows more: its status page has the time since each member's
-last heartbeat, and the members of the last quorum.
+A process that dies closes its connections, and the other groups notice at once. A host that is
+frozen or cut off closes nothing. An exchange with it would wait for the process group's whole
+timeout, which must be longer than the slowest step. And when that host is back, NCCL may not show
+it that the others have left the exchange. The lighthouse knows more: its status page has the time
+since each member's last heartbeat, and the members of the last quorum.
 
 The functions at the end read a page: which groups live, are outside, or have gone on.
 
@@ -43,13 +43,13 @@ CLOSEST = 10
 """Largest number of looks at the page in one interval."""
 
 _LOOKS_AT_A_LEAVER = 4
-"""Looks in a row that must see a leaver, a quarter of the patience apart. A member that completes the
-exchange a moment before this group also asks for the next quorum. If the first look broke the
+"""Looks in a row that must see a leaver, a quarter of the patience apart. A member that completes
+the exchange a moment before this group also asks for the next quorum. If the first look broke the
 exchange off, this group would miss an update of the others."""
 
 _PAGE_BYTES = 4 << 20
-"""Longest part of the page that is read; a group has 200 bytes. A stranger's name may have 4 MB, and
-stays on the page for ever."""
+"""Longest part of the page that is read; a group has 200 bytes. A stranger's name may have 4 MB,
+and stays on the page for ever."""
 
 _HEARTBEAT = re.compile(r"^\s*(\S+): seen ([0-9.eE+-]+)s ago\s*$", re.MULTILINE)
 _MEMBER = re.compile(r"^\s*<b>(\S+)</b> <br/>\s*$", re.MULTILINE)  # of the last quorum
@@ -315,9 +315,10 @@ def find_successors(
     """Return the slots of groups that have left an exchange of `own` with `others`, and gone on.
 
     These groups are in the lighthouse's last quorum, and this group is not. So that quorum is later
-    than the quorum of the exchange, whatever the ids are: a lighthouse that was started again counts
-    from the beginning. A quorum without any of `others` shows nothing. Its members may be strangers,
-    or groups that have come meanwhile, while `others` still wait in the exchange for a long step.
+    than the quorum of the exchange, whatever the ids are: a lighthouse that was started again
+    counts from the beginning. A quorum without any of `others` shows nothing. Its members may be
+    strangers, or groups that have come meanwhile, while `others` still wait in the exchange for a
+    long step.
     """
     if own.replica_id in quorum:
         return []
@@ -375,8 +376,8 @@ def find_cut_off(
 ) -> list[Member]:
     """Return the job's groups outside `members` whose last name reports dead links.
 
-    Only groups with more than `step` updates. If they live, they are outside (see `Partition`): they
-    send no heartbeats until the links work again, or the groups at the other ends are gone.
+    Only groups with more than `step` updates. If they live, they are outside (see `Partition`):
+    they send no heartbeats until the links work again, or the groups at the other ends are gone.
     """
     inside = {member.slot for member in members}
     newest: dict[int, Member] = {}

@@ -131,7 +131,7 @@ class Rendezvous:
                 self._drop_former_keys(len(members))
             if self._is_broken():
                 return _BROKEN_EARLIER
-        except Exception as error:  # noqa: BLE001  # of any kind: a member may die during the meeting
+        except Exception as error:  # noqa: BLE001  # a member may die during the meeting
             self._leader_store = None  # connect anew next time
             return first_line(error)
         finally:
@@ -301,7 +301,9 @@ class Rendezvous:
                 self.process_group.abort()
             except Exception:
                 # The caller must still notify the other ranks, and its watch must go on.
-                logger.exception("the exchange cannot be broken off here: it ends when its timeout is over")
+                logger.exception(
+                    "the exchange cannot be broken off here: it ends when its timeout is over",
+                )
 
 
 def drop_keys(store: TCPStore, prefix: str, num_members: int) -> None:

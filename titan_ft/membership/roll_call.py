@@ -28,8 +28,8 @@ _NUM_FREQUENT = 4
 class RollCall:
     """Checks every few seconds which other groups are lost, on a thread of its own.
 
-    `training/links.py` creates it on rank 0 of each group. The training thread calls `commit` and `close`.
-    A check that fails is logged and repeated.
+    `training/links.py` creates it on rank 0 of each group. The training thread calls `commit` and
+    `close`. A check that fails is logged and repeated.
 
     Args:
         find_ages: reads the lighthouse's status page. Returns, by slot, the seconds since each

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One replica group's seat: its connection to the lighthouse.
 
-Rank 0 runs torchft's manager server, which sends heartbeats under the group's name. Rank 0 alone asks
-this server for quorums. The other ranks get the reply over the group's control tree. They do not ask
-the server, because it forgets its answers. A rank that lost its connection would ask again, and get a
-later quorum than its siblings.
+Rank 0 runs torchft's manager server, which sends heartbeats under the group's name. Rank 0 alone
+asks this server for quorums. The other ranks get the reply over the group's control tree. They do
+not ask the server, because it forgets its answers. A rank that lost its connection would ask again,
+and get a later quorum than its siblings.
 
-For a new name, rank 0 opens another seat, and then all ranks take it. When the lighthouse moves, rank
-0 opens a seat there under the same name (`follow.py`). The other ranks do nothing for a move.
+For a new name, rank 0 opens another seat, and then all ranks take it. When the lighthouse moves,
+rank 0 opens a seat there under the same name (`follow.py`). The other ranks do nothing for a move.
 
 See docs/membership.md.
 """
@@ -47,13 +47,13 @@ from titan_ft.transfer.reach import address_key
 
 logger = logging.getLogger(__name__)
 
-# A forked child, such as a data loader's worker, must not collect a dead torchft client. The client's
-# destructor would wait for threads that the child lacks.
+# A forked child, such as a data loader's worker, must not collect a dead torchft client. The
+# client's destructor would wait for threads that the child lacks.
 os.register_at_fork(after_in_child=gc.freeze)
 
 _REQUEST_TIMEOUT = timedelta(days=30)
-"""A request never times out. The lighthouse answers a request even after its client timed out, and the
-next request would get that answer."""
+"""A request never times out. The lighthouse answers a request even after its client timed out, and
+the next request would get that answer."""
 
 _LIGHTHOUSE_RETRIES = 10**8
 """torchft's server repeats a request that a restarted lighthouse has lost. Its pause before a
@@ -66,14 +66,14 @@ CONNECT_SECONDS = 10.0
 yet. A wrong address delays a failing start by no more than this."""
 
 PROBE_SECONDS = 60.0
-"""After this time without a quorum, the group checks whether the lighthouse answers. The limit decides
-only how late a dead lighthouse is noticed, and how often a long wait is logged."""
+"""After this time without a quorum, the group checks whether the lighthouse answers. The limit
+decides only how late a dead lighthouse is noticed, and how often a long wait is logged."""
 
 _BEATS_IN_TIMEOUT = 10  # so a few late heartbeats do not evict a group
 _MIN_BEATS_IN_TIMEOUT = 4
 _GROUPS_AT_FULL_PACE = 64
-"""Groups that send `_BEATS_IN_TIMEOUT` heartbeats in a timeout. With more groups, each sends fewer: a
-heartbeat costs the lighthouse and its gate 0.05 ms of CPU time together."""
+"""Groups that send `_BEATS_IN_TIMEOUT` heartbeats in a timeout. With more groups, each sends fewer:
+a heartbeat costs the lighthouse and its gate 0.05 ms of CPU time together."""
 
 
 def beat_interval(config: FaultTolerance) -> timedelta:
@@ -123,17 +123,14 @@ class Seat:
     Server, client and follower exist on rank 0 only. Methods called a collective must be called on
     all ranks of the group.
 
-    After a `LighthouseError` of `request` the group cannot go on. A failed `reopen` leaves the former
-    seat open.
+    After a `LighthouseError` of `request` the group cannot go on. A failed `reopen` leaves the
+    former seat open.
 
     Args:
-        lighthouse: its address.
-        store: the group's store.
-        control: tree of the group's ranks.
-        address: host:port of this rank's state server.
-        token: the run's shared secret.
-        on_move: called on rank 0 after a move, with the former url, the new url and the Slurm job id
-            of the new lighthouse.
+        lighthouse: its address. store: the group's store. control: tree of the group's ranks.
+            address: host:port of this rank's state server. token: the run's shared secret. on_move:
+            called on rank 0 after a move, with the former url, the new url and the Slurm job id of
+            the new lighthouse.
 
     Attributes:
         member: the name that the group has at the lighthouse.
@@ -350,7 +347,12 @@ class Seat:
             self._names = names
         return Reply(quorum_id, self._names, max_step, moved, seconds, announced.received_at)
 
-    def _ask_for_all(self, step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool]) -> str:
+    def _ask_for_all(
+        self,
+        step: int,
+        failures: int,
+        is_outdated: Callable[[Sequence[str]], bool],
+    ) -> str:
         """Ask for a quorum, and encode the reply for the other ranks; on rank 0.
 
         Returns:
@@ -431,8 +433,8 @@ class Seat:
     def _give_up(self, seconds: float, error: BaseException) -> None:
         """Raise, because the lighthouse does not answer. If a file names it, only log that.
 
-        With a file the group waits for a successor. A group that ended would take its state with it,
-        and Slurm may need minutes to start another lighthouse.
+        With a file the group waits for a successor. A group that ended would take its state with
+        it, and Slurm may need minutes to start another lighthouse.
 
         Raises:
             LighthouseError: no file names the lighthouse.
@@ -486,7 +488,11 @@ class Seat:
     def _log_wait(self, step: int, seconds: float, now: float) -> float:
         """Log the wait for other groups. Return the time of the next such line."""
         if not strategy_of(self._config).is_long:
-            logger.warning("no quorum after step %d for %.3g s: waiting for other groups", step, seconds)
+            logger.warning(
+                "no quorum after step %d for %.3g s: waiting for other groups",
+                step,
+                seconds,
+            )
             return now
         # A round may take hours, and a group that has finished it early waits all that time.
         logger.warning(

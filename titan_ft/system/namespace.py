@@ -46,8 +46,8 @@ def allow_namespaces() -> str:
 def enter_network_namespace() -> None:
     """Move this thread to a new network namespace.
 
-    Threads and processes that this thread starts later are in it as well. Open sockets stay in their
-    namespace.
+    Threads and processes that this thread starts later are in it as well. Open sockets stay in
+    their namespace.
 
     Raises:
         OSError: the system does not allow it (see `allow_namespaces`).
@@ -60,7 +60,8 @@ def enter_network_namespace() -> None:
 def _try_in_child() -> str:
     """Enter both namespaces in a child process. Return why that failed; empty = it worked.
 
-    In this process, a failure halfway would leave a user namespace in which its user does not exist.
+    In this process, a failure halfway would leave a user namespace in which its user does not
+    exist.
     """
     reads, writes = os.pipe()
     child = os.fork()

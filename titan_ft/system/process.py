@@ -158,7 +158,7 @@ def own_sockets() -> Iterator[tuple[int, int]]:
     """
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile, as the descriptor of this listing
+            with contextlib.suppress(OSError):  # closed meanwhile, as the listing's own descriptor
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
                     yield int(name), status.st_ino

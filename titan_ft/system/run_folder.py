@@ -19,9 +19,9 @@ from titan_ft.system.ownership import find_stranger, is_open_to_all
 def check_run_folder(folder: Path, option: str = "--run-dir") -> None:
     """Refuse a folder of another user, and a folder that every user may write.
 
-    Two weaker findings are lines on stderr. The group may write the folder: the umask 002 is common.
-    Or every user may write a folder above it, and so replace it: an administrator or Kubernetes has
-    made that folder, and this user cannot always choose another one.
+    Two weaker findings are lines on stderr. The group may write the folder: the umask 002 is
+    common. Or every user may write a folder above it, and so replace it: an administrator or
+    Kubernetes has made that folder, and this user cannot always choose another one.
 
     Args:
         option: names the folder's option in the error.
@@ -38,7 +38,7 @@ def check_run_folder(folder: Path, option: str = "--run-dir") -> None:
     if stranger is not None:
         path, owner = stranger
         raise ConfigError(
-            f"{rule}, where {path} belongs to user {owner}; give another folder, chown it, or run as that user"
+            f"{rule}, where {path} belongs to user {owner}; give another folder, chown it, or run as that user",
         )
     if is_open_to_all(mode):
         mode_text = f"{stat.S_IMODE(mode):o}"

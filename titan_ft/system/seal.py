@@ -3,9 +3,9 @@
 """Seals: only a process with the run's token can make one, and each such process can check it.
 
 The lighthouse and the groups' stores accept texts from anybody. A seal shows that a name or an
-address comes from a process of this run. The seal does not hide the text, and does not show that the
-text is new. A stranger could copy a sealed text from one place to another, so `purpose` names the
-place. See docs/security.md.
+address comes from a process of this run. The seal does not hide the text, and does not show that
+the text is new. A stranger could copy a sealed text from one place to another, so `purpose` names
+the place. See docs/security.md.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def remove_seal(token: str, key: str, sealed: str) -> str:
     text, _, found = sealed.rpartition(" ")
     if not is_seal(found, token, key, text):
         raise UnsealedError(
-            f"{key} in the store has no valid seal: all groups of a run must have the same TITAN_FT_TOKEN in their "
-            "environment, and no other process may write to their stores"
+            f"{key} in the store has no valid seal: all groups of a run must have the same "
+            "TITAN_FT_TOKEN in their environment, and no other process may write to their stores"
         )
     return text
 
@@ -62,7 +62,10 @@ def lighthouse_secret(token: str) -> str:
 
 def is_seal(found: str, token: str, purpose: str, text: str) -> bool:
     """True if `found` is the seal of a text. The comparison always takes the same time."""
-    return hmac.compare_digest(found.encode(errors="surrogatepass"), seal(token, purpose, text).encode())
+    return hmac.compare_digest(
+        found.encode(errors="surrogatepass"),
+        seal(token, purpose, text).encode(),
+    )
 
 
 class UnsealedError(OSError):

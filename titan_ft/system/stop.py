@@ -37,7 +37,7 @@ class StopRequests:
 
     @property
     def status(self) -> int:
-        """Exit status of the stopped command by the shell's rule: 130 for Ctrl-C, 143 for SIGTERM."""
+        """Exit status by the shell's rule: 130 for Ctrl-C, 143 for SIGTERM; 0 without a signal."""
         if self.signum is None:
             return 0
         return 128 + self.signum

@@ -74,7 +74,9 @@ def check_private(path: Path, found: os.stat_result, option: str) -> None:
     """
     rule = f"{option} must be readable by you alone, got"
     if found.st_uid not in find_own_users(path.parent, found.st_uid):
-        raise ConfigError(f"{rule} {path}, which belongs to user {found.st_uid}; copy it to a file of yours")
+        raise ConfigError(
+            f"{rule} {path}, which belongs to user {found.st_uid}; copy it to a file of yours",
+        )
     mode = stat.S_IMODE(found.st_mode)
     forbidden = stat.S_IRWXO | stat.S_IWGRP
     is_mine = found.st_uid != ROOT or os.geteuid() == ROOT

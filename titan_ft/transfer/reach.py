@@ -39,7 +39,8 @@ from titan_ft.transfer.wire import Message, SealedStream, prove
 
 CONNECT_SECONDS = 1.5  # TCP sends a lost first packet again after one second
 _BACK_SECONDS = 1.0
-"""Limit of each part of the opposite probe. It ends before this end stops waiting for the answer."""
+"""Limit of each part of the opposite probe. It ends before this end stops waiting for the
+answer."""
 _PROBE_BYTES = 64 << 10  # each way: many packets of any size
 _BACK_BYTES = 16 << 10  # each way, in the opposite probe
 _MAX_BYTES = 1 << 20  # a request for more is no probe

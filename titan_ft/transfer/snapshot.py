@@ -150,9 +150,8 @@ class _RunningCopy:
     """A copy that a GPU may not have completed.
 
     Attributes:
-        ended: None = the copy was complete at once.
-        shards: the tensors that the copy reads. The reference keeps their memory from being used for
-            other tensors.
+        ended: None = the copy was complete at once. shards: the tensors that the copy reads. The
+            reference keeps their memory from being used for other tensors.
     """
 
     ended: torch.Event | None
@@ -264,7 +263,7 @@ class TrainState:
             return self._copy(current, payload, part)
 
     def _take_memory(self, state: _CurrentState, part: Part) -> tuple[Part, torch.Tensor]:
-        """Return the part to copy, and memory for it: `part` if memory is scarce, else the whole."""
+        """Return the part to copy, the whole unless memory is scarce, and memory for it."""
         entries, size = _lay_out(state.tensors)
         if part != WHOLE and not self._memory.is_scarce(size):
             part = WHOLE
@@ -360,7 +359,9 @@ class TrainState:
         for name, tensor in self._model_tensors():
             entry = entries.pop(name, None)
             if entry is None:
-                raise StateMismatchError(f"the donor's state has no {name}; all groups must run the same config")
+                raise StateMismatchError(
+                    f"the donor's state has no {name}; all groups must run the same config",
+                )
             self._check(entry, tensor)
             device.local_shard(tensor).copy_(_view(snapshot.payload, entry), non_blocking=True)
         self._load_optimizers(entries, snapshot.payload)

@@ -4,8 +4,9 @@
 
 `wire.py` describes the messages. See docs/heal.md.
 
-Threads: `fetch` runs on the thread of its caller. Each donor has a thread, which asks for the header
-and reports the end, and that thread has one more thread for each connection that fetches slices.
+Threads: `fetch` runs on the thread of its caller. Each donor has a thread, which asks for the
+header and reports the end, and that thread has one more thread for each connection that fetches
+slices.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ logger = logging.getLogger(__name__)
 _CHUNK = 8 << 20  # bytes of one slice
 
 CONNECTIONS = 4
-"""Connections of a rank to all its donors, at least one to each. A core that checks the bytes limits
-the rate of one connection. More than a few connections bring nothing (`bench.py --only transfer`)."""
+"""Connections of a rank to all its donors, at least one to each. A core that checks the bytes
+limits the rate of one connection. More than a few connections bring nothing (`bench.py --only
+transfer`)."""
 
 SLICE_SECONDS = 300.0
 """A transfer is given up after this time without another slice. A whole transfer has no limit: a
@@ -53,6 +55,10 @@ _OFFER_SECONDS = 1.5  # for each answer of a group that is asked for its offer
 _LATE_SECONDS = 1.0  # at least so old is a request before another donor gets it as well
 _FAREWELL_SECONDS = 1.0  # to report the end to the donors; then their threads are abandoned
 _TICK_SECONDS = 0.1  # pause between two checks whether the transfer is cancelled
+
+
+_FAILURES = (TransferError, OSError, ValueError, KeyError, RefusedError)
+"""Failures of a donor or of the network. Any other error is a bug."""
 
 
 class OfferAnswer(NamedTuple):
@@ -118,7 +124,16 @@ def fetch(
             the state.
     """
     cancelled = cancelled or threading.Event()
-    transfer = _StateFetch(addresses, token, step, joiner, connections, timeout, cancelled, note_share)
+    transfer = _StateFetch(
+        addresses,
+        token,
+        step,
+        joiner,
+        connections,
+        timeout,
+        cancelled,
+        note_share,
+    )
     failures: list[BaseException] = []
     pool = ThreadPoolExecutor(len(addresses), "titan_ft_donor", initializer=device.for_thread())
     donors = {pool.submit(transfer.fetch_from, index): index for index in range(len(addresses))}
@@ -127,7 +142,7 @@ def fetch(
         error = future.exception()
         if error is None:
             break
-        if not isinstance(error, TransferError | OSError | ValueError | KeyError | RefusedError):
+        if not isinstance(error, _FAILURES):
             transfer.end()
             transfer.drop([error])
             raise error  # a bug, and no failure of a donor
@@ -145,7 +160,8 @@ def fetch(
             if isinstance(error, RefusedError):
                 raise error
         reasons = "; ".join(dict.fromkeys(_describe(error) for error in failures))
-        raise TransferError(f"state of step {step} from {', '.join(addresses)}: {reasons}") from failures[0]
+        text = f"state of step {step} from {', '.join(addresses)}: {reasons}"
+        raise TransferError(text) from failures[0]
     transfer.end()
     wait(donors, _FAREWELL_SECONDS)
     return transfer.snapshot()
@@ -270,8 +286,9 @@ class _StateFetch:
                 raise self._failed[donor]
             given = self._slices.given_by(donor)
             if given or len(self._addresses) == 1:
-                # The state is complete. A donor that does not hear the farewell only lacks an event.
-                with contextlib.suppress(OSError, ValueError, KeyError, TransferError, RefusedError):
+                # The state is complete. A donor that does not hear the farewell only lacks an
+                # event.
+                with contextlib.suppress(*_FAILURES):
                     link.request({"step": self._step, "done": self._joiner, "bytes": given})
 
     def _take_header(self, header: bytes) -> None:
@@ -286,7 +303,9 @@ class _StateFetch:
                 self._lineage = fields.lineage
                 self._slices.lay_out(fields.bytes)
             elif header != self._header:
-                raise TransferError("its state is not that of the other donors: their headers differ")
+                raise TransferError(
+                    "its state is not that of the other donors: their headers differ",
+                )
 
     def _fetch_slices(self, donor: int) -> None:
         assert self._payload is not None, "the header comes first"
@@ -322,8 +341,8 @@ class _StateFetch:
 class _Slices:
     """Which slices of a payload are missing, and which donors are asked for them; any thread.
 
-    A slice is a range of offsets in the payload. A slow or silent donor must not delay the end. So a
-    connection without a missing slice asks its donor for a slice that another donor owes, and the
+    A slice is a range of offsets in the payload. A slow or silent donor must not delay the end. So
+    a connection without a missing slice asks its donor for a slice that another donor owes, and the
     first answer counts. Therefore each connection receives into memory of its own.
     """
 
@@ -521,7 +540,11 @@ class _Link:
         self._limits = limits
         self._connection: _DonorConnection | None = None
 
-    def request(self, request: Message, into: memoryview | None = None) -> tuple[Message, memoryview]:
+    def request(
+        self,
+        request: Message,
+        into: memoryview | None = None,
+    ) -> tuple[Message, memoryview]:
         """Call `_DonorConnection.request`; again if the connection breaks or the checksum differs.
 
         An error while connecting is raised at once: the donor is gone.
@@ -584,7 +607,11 @@ class _DonorConnection:
             self._socket.close()
             raise
 
-    def request(self, request: Message, into: memoryview | None = None) -> tuple[Message, memoryview]:
+    def request(
+        self,
+        request: Message,
+        into: memoryview | None = None,
+    ) -> tuple[Message, memoryview]:
         """Send a request, and return the answer and its bytes.
 
         Args:

@@ -33,11 +33,12 @@ _OFFER_SECONDS = 1.0
 """A question about an offer may wait so long for it. The joiner waits longer for the answer."""
 
 _WAITING_SECONDS = 1.0
-"""Pause between two lines {"waiting"} of a donor that has not taken the snapshot yet. It is well below
-the silence that counts as a broken connection."""
+"""Pause between two lines {"waiting"} of a donor that has not taken the snapshot yet. It is well
+below the silence that counts as a broken connection."""
 
 _POLL_SECONDS = 1.0
-"""Poll interval of the thread that listens. `close` wakes it, so a shorter one would only cost CPU."""
+"""Poll interval of the thread that listens. `close` wakes it, so a shorter one would only cost
+CPU."""
 
 _JOINER_SECONDS = 60.0
 """A joiner that takes no bytes for so long is dropped, because the snapshot's memory is needed."""
@@ -134,7 +135,7 @@ class StateServer:
         self._is_pinned = is_pinned
 
     def withdraw(self) -> Snapshot | None:
-        """Stop serving. Returns the snapshot if nobody reads it, so that its memory can be reused."""
+        """Stop serving. Returns the snapshot for reuse, or None if a joiner still reads it."""
         with self._changed:
             snapshot = self._snapshot
             self._snapshot = None
@@ -184,7 +185,8 @@ class StateServer:
         self.withdraw()
         with self._changed:
             self._changed.notify_all()
-        # Wakes the thread that listens. macOS does not allow it: there the next poll ends the thread.
+        # Wakes the thread that listens. macOS does not allow it: there the next poll ends the
+        # thread.
         with contextlib.suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
@@ -235,7 +237,7 @@ class StateServer:
                 self._served(joiner, snapshot, request["bytes"], copy_seconds, serve_seconds)
 
     def _choose_sender(self, request: Message) -> SendBytes:
-        """Return the function that sends the answer: injected faults hit ranges of the payload only."""
+        """Return the function that sends the answer. Injected faults hit payload ranges only."""
         if "offset" in request:
             return self.send
         return self._pace.send

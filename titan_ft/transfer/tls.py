@@ -54,7 +54,12 @@ class Certificate:
             OSError: openssl is missing, or fails.
         """
         try:
-            process = subprocess.run(_COMMAND, capture_output=True, check=True, timeout=_COMMAND_SECONDS)
+            process = subprocess.run(
+                _COMMAND,
+                capture_output=True,
+                check=True,
+                timeout=_COMMAND_SECONDS,
+            )
         except subprocess.SubprocessError as error:
             raise OSError(f"{error}") from error
         pem = process.stdout  # the private key, then the certificate

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The protocol of a transfer: how a snapshot travels from a donor's host memory to a joiner.
 
-`state_server.py` is the donor's side, `state_fetch.py` the joiner's. torchft's HTTP transport listens
-on every interface, authenticates nobody, and can unpickle the bytes that it receives. This protocol
-listens on one address, and moves only a JSON header and raw tensor bytes.
+`state_server.py` is the donor's side, `state_fetch.py` the joiner's. torchft's HTTP transport
+listens on every interface, authenticates nobody, and can unpickle the bytes that it receives. This
+protocol listens on one address, and moves only a JSON header and raw tensor bytes.
 
 **Handshake.** Both ends prove that they know the run's token, without sending it:
 
@@ -17,28 +17,28 @@ A proof is an HMAC. It covers:
 - both nonces, so a recorded proof is worth nothing;
 - the address that the joiner has dialed, so a relay at another address gets no proof that the donor
   accepts;
-- the fingerprint of the donor's certificate, so neither another certificate nor a connection without
-  TLS passes for the donor's.
+- the fingerprint of the donor's certificate, so neither another certificate nor a connection
+  without TLS passes for the donor's.
 
-**Lines.** After the handshake both ends have a key that nobody else can compute. Each line ends with
-its HMAC (`SealedStream`). So a relay cannot change, omit or repeat a line, and cannot answer another
-request. Without TLS, the bytes can be read on the network.
+**Lines.** After the handshake both ends have a key that nobody else can compute. Each line ends
+with its HMAC (`SealedStream`). So a relay cannot change, omit or repeat a line, and cannot answer
+another request. Without TLS, the bytes can be read on the network.
 
-**Requests.** A connection carries one request after the other. Each answer is a line
-{"bytes": n, "sha256": digest of the bytes}, followed by n raw bytes, or a line {"error": text}. While
-the donor has not taken the snapshot yet, it sends a line {"waiting": step} now and then before the
-answer. So silence always means a failure. The requests are:
+**Requests.** A connection carries one request after the other. Each answer is a line {"bytes": n,
+"sha256": digest of the bytes}, followed by n raw bytes, or a line {"error": text}. While the donor
+has not taken the snapshot yet, it sends a line {"waiting": step} now and then before the answer. So
+silence always means a failure. The requests are:
 
 - {"step", "lineage", "offset", "bytes"}: a range of the payload.
 - {"step", "header", "part": [index, count]}: the header. The part says which of the joiner's donors
-  this one is: a donor whose host has scarce memory copies that part of the state only. In the answer,
-  {"held"} has the beginning and end of the donor's bytes in the payload.
-- {"step", "done": joiner, "bytes"}: the joiner has the whole state, and so many bytes of it came from
-  this donor.
+  this one is: a donor whose host has scarce memory copies that part of the state only. In the
+  answer, {"held"} has the beginning and end of the donor's bytes in the payload.
+- {"step", "done": joiner, "bytes"}: the joiner has the whole state, and so many bytes of it came
+  from this donor.
 - {"offer": true, "step"}: which state does the donor offer? The answer is {"step", "lineage",
   "digest"}, with the duration of the donor's last step in {"milliseconds"} and the time since the
-  offer began in {"elapsed_milliseconds"}; or {"error": text}. A donor with fewer than `step` updates
-  answers when it has so many, or after a second with its present offer (`engine/offer.py`).
+  offer began in {"elapsed_milliseconds"}; or {"error": text}. A donor with fewer than `step`
+  updates answers when it has so many, or after a second with its present offer (`engine/offer.py`).
 - {"probe": n, "back": address}, followed by n bytes: the donor answers {"bytes": n} and sends the
   bytes back (`reach.py`). On such a connection blanks precede the joiner's first line.
 
@@ -159,7 +159,13 @@ class SealedStream:
         stream: carries the raw bytes after a line. The line has their digest.
     """
 
-    def __init__(self, connection: socket.socket, stream: Stream, handshake: Handshake, role: str) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        stream: Stream,
+        handshake: Handshake,
+        role: str,
+    ) -> None:
         self.connection = connection
         self.stream = stream
         self._key = handshake.derive("key")
@@ -251,7 +257,9 @@ def prove(
     stream = open_stream(connection)  # may set a shorter timeout on the connection
     greeting = _read_answer(stream, address)
     if greeting.get("version") != VERSION:
-        raise RefusedError(f"the donor at {address} speaks another version of the transfer; {_VERSION_REMEDY}")
+        raise RefusedError(
+            f"the donor at {address} speaks another version of the transfer; {_VERSION_REMEDY}",
+        )
     secured: socket.socket | None = None
     if greeting.get("tls"):
         connection.settimeout(timeout)  # the start of TLS may need more time than one read
@@ -260,11 +268,17 @@ def prove(
         stream = open_stream(connection)
     try:
         handshake = Handshake(token, greeting["nonce"], secrets.token_hex(16), address, fingerprint)
-        hello = Message(nonce=handshake.joiner_nonce, proof=handshake.proof("joiner"), version=VERSION)
+        hello = Message(
+            nonce=handshake.joiner_nonce,
+            proof=handshake.proof("joiner"),
+            version=VERSION,
+        )
         write_line(stream, hello)
         answer = _read_answer(stream, address)
         if not is_proof(handshake.proof("donor"), answer.get("proof")):
-            raise RefusedError(f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}")
+            raise RefusedError(
+                f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}",
+            )
     except BaseException:
         if secured is not None:  # the caller closes the connection without TLS
             secured.close()
@@ -299,10 +313,17 @@ def check_joiner(
     try:
         stream = open_stream(connection)
         hello = read_line(stream)
-        handshake = Handshake(token, greeting["nonce"], hello.get("nonce", ""), address, fingerprint)
+        handshake = Handshake(
+            token,
+            greeting["nonce"],
+            hello.get("nonce", ""),
+            address,
+            fingerprint,
+        )
         reason = ""
         if not is_proof(handshake.proof("joiner"), hello.get("proof")):
-            reason = f"the donor does not accept this group's token, or not at this address; {TOKEN_REMEDY}"
+            rule = "the donor does not accept this group's token, or not at this address"
+            reason = f"{rule}; {TOKEN_REMEDY}"
         if hello.get("version") != VERSION:
             # After the proof, whose error would mislead: version 1 has another proof.
             reason = f"the donor speaks another version of the transfer; {_VERSION_REMEDY}"
