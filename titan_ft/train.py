@@ -44,7 +44,6 @@ IMPORTED_LATER = (
     "torch._dynamo",
     "torch.utils.tensorboard",
     "torchft.coordination",
-    "torchft.process_group",
 )
 
 

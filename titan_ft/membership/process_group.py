@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The process group between the replica groups, over Gloo or NCCL. Every wait for a lost peer ends.
 
-Both classes extend torchft's reconfigurable process groups. `Rendezvous` configures and aborts
+Both classes make one of torch's process groups for each quorum. `Rendezvous` configures and aborts
 them; the exchange runs its collectives on them.
 
 **Gloo** has no abort. An operation waits for its whole timeout for a peer that is stopped or cannot
@@ -39,16 +39,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
-from torchft.process_group import (
-    ProcessGroup,
-    ProcessGroupGloo,
-    ProcessGroupNCCL,
-    ProcessGroupWrapper,
-    create_store_client,
-)
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft import device
 from titan_ft.membership.collectives import all_reduce
+from titan_ft.system.address import split_address
 from titan_ft.system.process import borrowed_socket, own_sockets
 from titan_ft.system.threads import call_aside, call_within
 
@@ -90,15 +85,13 @@ class _Link(NamedTuple):
     inode: int
 
 
-def build_process_group(backend: str, timeout: timedelta, host: str = "") -> ProcessGroup:
+def build_process_group(backend: str, timeout: timedelta, host: str = "") -> Reconfigurable:
     """Build the process group of a backend, "gloo" or "nccl". It has no members until `configure`.
 
     Args:
         timeout: limit of a collective.
         host: numeric address at which the other groups reach this host; empty = Gloo chooses.
     """
-    # torchft logs an empty line at every abort, for telemetry only.
-    logging.getLogger("torchft_errors").setLevel(logging.WARNING)
     if backend == "gloo":
         return BreakableGloo(timeout, host)
     return AbortableNccl(timeout=timeout)
@@ -141,24 +134,105 @@ class _Operation:
                 )
 
 
-class _Abortable(ProcessGroupWrapper):
-    """A process group whose use after an abort raises an error that the exchange can handle."""
+class Reconfigurable:
+    """One of torch's process groups, made anew for each quorum.
+
+    Subclasses say how it is made, and how the operations under way end.
+
+    Args:
+        timeout: limit of a set-up.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._pg: Any = None  # None = there is none yet, or it was aborted
+        self._name = ""  # of the group in torch's log and in NCCL's flight records; empty = torch's own
+        self._global_ranks: list[int] = []
 
     @property
-    def parent(self) -> dist.ProcessGroup:
+    def parent(self) -> Any:
         """Return torch's process group.
 
         Raises:
-            RuntimeError: the process group was aborted. torchft's own property has an assertion
-                here. The exchange could not distinguish that from a defect: after an abort it is
-                repeated, while a defect must end the worker.
+            RuntimeError: there is none. After an abort the exchange is repeated, so this is no
+                AssertionError, which would end the worker.
         """
         if self._pg is None:
             raise RuntimeError("aborted: another rank of this group lost a peer")
         return self._pg
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of the set-ups from now on."""
+        self._timeout = timeout
 
-class BreakableGloo(_Abortable, ProcessGroupGloo):
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Make the process group of a quorum. The arguments are those of torchft's process groups.
+
+        Args:
+            store_addr: host:port/prefix of the store at which the members meet; the prefix is new.
+        """
+        self.abort(errored=False)
+        self._describe(quorum_id, group_rank, group_world_size, global_ranks)
+        self._pg = self._create_pg(self._connect_to_store(store_addr), rank, world_size)
+
+    def abort(self, errored: bool = True) -> None:
+        """End the operations under way, and drop the process group.
+
+        Args:
+            errored: False if no operation is expected to be under way.
+        """
+        raise NotImplementedError
+
+    def errored(self) -> Exception | None:
+        """Return why results are not valid; None = the operations themselves raise their errors."""
+        return None
+
+    def allreduce(self, *arguments: Any) -> Any:
+        return self._wrap_work(self.parent.allreduce(*arguments))
+
+    def allgather(self, *arguments: Any) -> Any:
+        return self._wrap_work(self.parent.allgather(*arguments))
+
+    def alltoall_base(self, *arguments: Any) -> Any:
+        return self._wrap_work(self.parent.alltoall_base(*arguments))
+
+    def _wrap_work(self, work: Any) -> Any:
+        return work
+
+    def _describe(
+        self,
+        quorum_id: int | None,
+        group_rank: int | None,
+        group_world_size: int | None,
+        global_ranks: list[int] | None,
+    ) -> None:
+        """Set the names by which torch reports this process group."""
+        self._global_ranks = global_ranks or []
+        self._name = ""
+        if group_rank and group_world_size:  # rank 0 keeps torch's name
+            self._name = f"quorum_{quorum_id}_rank_{group_rank % group_world_size}"
+
+    def _connect_to_store(self, store_addr: str) -> Any:
+        server, _, prefix = store_addr.partition("/")
+        host, port = split_address(server)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+        return PrefixStore(prefix, store)
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+        raise NotImplementedError
+
+
+class BreakableGloo(Reconfigurable):
     """A reconfigurable Gloo process group whose `abort` ends the operations under way at once.
 
     The quorum thread configures it. The exchange's thread starts operations. Any thread may call
@@ -171,7 +245,7 @@ class BreakableGloo(_Abortable, ProcessGroupGloo):
     """
 
     def __init__(self, timeout: timedelta, host: str = "") -> None:
-        super().__init__(timeout=timeout)
+        super().__init__(timeout)
         self._host = "" if os.environ.get("GLOO_SOCKET_IFNAME") else host
         self._links: list[_Link] = []  # connections to the other members
         self._aborted = threading.Event()  # of the current process group
@@ -187,15 +261,17 @@ class BreakableGloo(_Abortable, ProcessGroupGloo):
             self._links = [link for link in added if _is_gloo(link)]
 
     def _connect(self, store: Any, rank: int, world_size: int) -> Any:
-        if not self._host:
-            return super()._create_pg(store, rank, world_size)
-        # As torchft does it, but at an address of our choice. By itself Gloo listens at the address
-        # that this host's own name resolves to. That is a loopback address if /etc/hosts says so,
-        # as Debian's does, or if the name is unknown. No group on another host reaches it.
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stub
-        options._timeout = self._timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-        backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+        backend: Any
+        if self._host:
+            # By itself Gloo listens at the address that this host's own name resolves to. That is a
+            # loopback address if /etc/hosts says so, as Debian's does, or if the name is unknown. No
+            # group on another host reaches it.
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stub
+            options._timeout = self._timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+            backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+        else:
+            backend = dist.ProcessGroupGloo(store, rank, world_size, self._timeout)
         backend._set_sequence_number_for_group()
         kind = dist.ProcessGroup.BackendType.GLOO
         group = dist.ProcessGroup(store, rank, world_size)
@@ -214,18 +290,17 @@ class BreakableGloo(_Abortable, ProcessGroupGloo):
             errored: False if no operation is under way; then the process group is only dropped.
         """
         links, self._links = self._links, []
-        if not errored:
-            super().abort(errored)
-            return
         last_reference = [self._pg]
+        self._pg = None
+        if not errored:
+            return
         self._aborted.set()
         for link in links:
             _shut_down(link)
-        super().abort(errored)
         # The last reference blocks until its operations end, so a daemon thread drops it.
         call_aside(last_reference.clear, "titan_ft_gloo_drop")
 
-    def _wrap_work(self, work: Any, opts: object) -> Any:
+    def _wrap_work(self, work: Any) -> Any:
         return _Operation(work, self._aborted, self._links)
 
 
@@ -292,7 +367,7 @@ class _Communicator:
             aborted.set()
 
 
-class AbortableNccl(_Abortable, ProcessGroupNCCL):
+class AbortableNccl(Reconfigurable):
     """A reconfigurable NCCL process group. Every wait for a lost peer ends in time.
 
     The quorum thread calls `configure`. The exchange's thread starts operations within `deadline`,
@@ -308,7 +383,7 @@ class AbortableNccl(_Abortable, ProcessGroupNCCL):
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        super().__init__(timeout=timeout)
+        super().__init__(timeout)
         # torch reads this variable for each new communicator. torchtitan's value 3 ends a process
         # that loses a peer, which is right inside a group. The loss of another group must end no
         # process, and no partial data may pass as a sum. A communicator that the group makes later
@@ -316,13 +391,11 @@ class AbortableNccl(_Abortable, ProcessGroupNCCL):
         os.environ[device.ASYNC_ERROR_HANDLING] = "0"
         os.environ.update(device.NO_DUMPS)
         self.rehearse: Callable[[Any, int], None] = lambda group, num_members: None
-        self._pg: Any
         self._max_setup_seconds = timeout.total_seconds()  # limit of every set-up
         self._expected_setup_seconds = 0.0  # twice the last set-up; 0 before the first one
         self._pg_lock = threading.Lock()  # held to set or clear `_pg`
         self._setup: object | None = None  # the set-up that may set `_pg`; None = ended or aborted
-        # See `errored`. Not torchft's `_errored`, which an abandoned set-up may still write.
-        self._failure: Exception | None = None
+        self._failure: Exception | None = None  # see `errored`
         self._is_connected = False  # whether `_pg` is connected
         self._last_abort_done = threading.Event()  # of the last connected communicator
         self._last_abort_done.set()  # no abort is pending
@@ -361,18 +434,13 @@ class AbortableNccl(_Abortable, ProcessGroupNCCL):
         # GPU. If kernels of the new communicator ran already, the abort could wait for a peer.
         if not self._last_abort_done.wait(_ABORT_SECONDS):
             raise RuntimeError("the communicator of the quorum before is still being aborted")
-        # Set the fields that `_create_pg` reads. torchft's own `configure` is not called, because
-        # it installs its communicator even after the set-up was given up.
-        self._replica_id = replica_id
-        self._quorum_id = quorum_id
-        self._rank = rank
-        self._group_rank = group_rank
-        self._group_world_size = group_world_size
-        self._global_ranks = global_ranks
+        # The base's `configure` is not called: its communicator would be installed even after the
+        # set-up was given up.
+        self._describe(quorum_id, group_rank, group_world_size, global_ranks)
         limit = max(self._timeout.total_seconds(), self._expected_setup_seconds)
         started = time.monotonic()
         setup = object()
-        connect_to_store = partial(create_store_client, store_addr, timeout=self._timeout)
+        connect_to_store = partial(self._connect_to_store, store_addr)
         use_device = device.for_thread()
         where = device.exchange_device("nccl")
 
@@ -428,9 +496,8 @@ class AbortableNccl(_Abortable, ProcessGroupNCCL):
     def deadline(self, timeout: timedelta) -> Iterator[None]:
         """Abort the communicator if the block takes longer than `timeout`.
 
-        Operations of other threads end as well. The watch's thread checks the time. torchft would
-        create three timers for each operation, one of them with an event on the GPU, and keep each
-        until it expires: 480 a step at 8B.
+        Operations of other threads end as well. The watch's thread checks the time. A timer for each
+        operation, with an event on the GPU, would be 160 of them a step at 8B.
         """
         self._deadline_seconds = timeout.total_seconds()
         self._deadline_at = time.monotonic() + self._deadline_seconds
@@ -442,16 +509,10 @@ class AbortableNccl(_Abortable, ProcessGroupNCCL):
     def errored(self) -> Exception | None:
         """Return why the communicator was aborted; None = it was not, so all results are valid.
 
-        Unlike torchft's method, this one does not synchronize the GPU. That would delay the first
-        bucket until backward ends. The error is set before the abort ends any operation.
+        The GPU is not synchronized for this, because that would delay the first bucket until
+        backward ends. The error is set before the abort ends any operation.
         """
         return self._failure
-
-    def _run_context(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # see `deadline`
-
-    def _wrap_work(self, work: Any, opts: object) -> Any:
-        return work  # torchft's wrapper adds the timers that `deadline` replaces
 
     def _connect(
         self,
@@ -508,7 +569,7 @@ class AbortableNccl(_Abortable, ProcessGroupNCCL):
         raise RuntimeError(f"NCCL has connected {total} of {world_size} members")
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-        """Create torchft's process group, which is not connected yet.
+        """Create torch's process group, which is not connected yet.
 
         It has a stream of the highest priority, few multiprocessors and no timeout. Each
         communicator takes the next of torch's 32 streams of its priority. At normal priority, that
@@ -524,9 +585,8 @@ class AbortableNccl(_Abortable, ProcessGroupNCCL):
         options._timeout = _NO_TIMEOUT
         if self._global_ranks:
             options.global_ranks_in_group = self._global_ranks
-        if self._group_rank and self._group_world_size:  # as in torchft, rank 0 keeps torch's name
-            number = self._group_rank % self._group_world_size
-            options.group_name = f"torchft_quorum_{self._quorum_id}_rank_{number}"
+        if self._name:
+            options.group_name = self._name
         pg: Any = dist.ProcessGroup(store, rank, world_size)
         pg._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         backend: Any = Backend(store, rank, world_size, options)

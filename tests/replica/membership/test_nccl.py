@@ -23,14 +23,12 @@ import torch
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torch.distributed.distributed_c10d import AllreduceOptions
-from torchft import futures
 
 from benchmarks.member_facts import exchange_with
 from titan_ft import device
 from titan_ft.gradients import operations
 from titan_ft.gradients.exchange import GradientExchange
 from titan_ft.gradients.flight import ExchangeError
-from titan_ft.membership import process_group
 from titan_ft.membership.process_group import AbortableNccl, build_process_group
 from titan_ft.membership.rendezvous import Rendezvous
 from titan_ft.protocol.errors import LighthouseError
@@ -105,7 +103,6 @@ class Nccl(AbortableNccl):
         made = Communicator(world_size)
         self.made.append(made)
         self.prepare(made)
-        self._errored = None  # torchft's does that, on whatever thread it runs
         return made
 
 
@@ -214,7 +211,7 @@ def test_a_set_up_that_hangs_before_the_first_sum_is_left_to_itself(store: TCPSt
 
 
 def test_a_set_up_that_hung_does_not_make_a_broken_sum_sound(store: TCPStore) -> None:
-    """torchft forgets the error when a communicator is made: a thread that comes too late must not."""
+    """A thread that comes too late does not take back why the communicator in force was broken off."""
     nccl, goes_on = Nccl(), threading.Event()
     nccl.prepare = lambda _: goes_on.wait(DEADLINE)  # type: ignore[assignment, return-value]
     with pytest.raises(TimeoutError):
@@ -236,7 +233,7 @@ def test_a_set_up_that_comes_too_late_connects_nobody(store: TCPStore, monkeypat
         assert goes_on.wait(DEADLINE)
         return store
 
-    monkeypatch.setattr(process_group, "create_store_client", answer_late)
+    monkeypatch.setattr(nccl, "_connect_to_store", answer_late)
     with pytest.raises(TimeoutError):
         configure(nccl, store, "a", seconds=0.1)
     goes_on.set()
@@ -347,26 +344,6 @@ def test_who_learns_of_a_dead_member_ends_its_own_exchange(store: TCPStore, tree
     assert nccl.errored() is not None
     assert rendezvous.configure("second", 2, (own,), own, 0) is None
     assert nccl.errored() is None
-
-
-def test_an_operation_sets_no_timer(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the bound of an exchange. torchft would set three for each of hundreds of sums in a step, in Python, one
-    of them for an event on the GPU that is kept until the time is over."""
-    timers: list[str] = []
-    for name in ("context_timeout", "stream_timeout"):
-
-        def note(*_: Any, name: str = name) -> contextlib.AbstractContextManager[None]:
-            timers.append(name)
-            return contextlib.nullcontext()
-
-        monkeypatch.setattr(futures._TIMEOUT_MANAGER, name, note)
-    nccl = Nccl()
-    configure(nccl, store, "a")
-    ones = torch.ones(1)
-    nccl.allreduce([ones], AllreduceOptions()).wait()
-    assert (ones.item(), timers) == (3.0, [])
-    with nccl.deadline(TIMEOUT):
-        assert timers == []
 
 
 def test_what_takes_too_long_is_broken_off(store: TCPStore) -> None:

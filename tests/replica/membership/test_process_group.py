@@ -128,7 +128,7 @@ def all_gather(group: BreakableGloo, elements: int = 1) -> str:
     options = AllgatherOptions()
     options.timeout = TIMEOUT
     own = torch.ones(elements).view(torch.uint8)
-    gathered = torch.zeros((group.size(), own.numel()), dtype=torch.uint8)
+    gathered = torch.zeros((group.parent.size(), own.numel()), dtype=torch.uint8)
     try:
         group.allgather([list(gathered)], [own], options).wait()
     except RuntimeError:
