@@ -16,10 +16,10 @@ from titan_ft.chaos.schedule import shots
 from titan_ft.config import ConfigError
 from titan_ft.forecast.candidate import make_candidates
 from titan_ft.forecast.failures import draw_failures
-from titan_ft.forecast.logs import read_log
+from titan_ft.forecast.logs import read_faults, read_lanl
 from titan_ft.forecast.scenario import DAY
 from titan_ft.forecast.simulation import simulate
-from titan_ft.forecast.trace import draw_until, write_drawn
+from titan_ft.forecast.trace import write_drawn
 
 RACKS = {"gpus": 1024, "gpus_per_node": 8, "domain": [{"name": "rack", "nodes": 16}]}
 
@@ -40,7 +40,7 @@ RACKS = {"gpus": 1024, "gpus_per_node": 8, "domain": [{"name": "rack", "nodes": 
 )
 def test_failures_come_at_their_rate(failure: dict[str, Any]) -> None:
     read = scenario(cluster=RACKS, job={"step": 20.0, "groups": 8}, days=100.0, failure=[{"name": "any", **failure}])
-    drawn = [failure for seed in range(3) for failure in draw_until(read, seed)]
+    drawn = [failure for seed in range(3) for failure in draw_failures(read, seed)]
     assert len(drawn) == pytest.approx(3 * 2400, rel=0.06)
     assert {each.nodes for each in drawn} == {16 if "domain" in failure else 1}
     assert all(each.node is not None and each.node % each.nodes == 0 for each in drawn)
@@ -48,7 +48,7 @@ def test_failures_come_at_their_rate(failure: dict[str, Any]) -> None:
 
 def test_a_young_cluster_fails_more() -> None:
     failure = {"name": "any", "mtbf_of_each": "1000 d", "spacing": "weibull", "shape": 0.7}
-    young, old = (len(list(draw_until(scenario(failure=[{**failure, "age": age}]), 0))) for age in (0, "2000 d"))
+    young, old = (len(list(draw_failures(scenario(failure=[{**failure, "age": age}]), 0))) for age in (0, "2000 d"))
     assert young > 1.5 * old
 
 
@@ -74,7 +74,7 @@ def test_a_trace_that_is_written_is_read_again(tmp_path: Path) -> None:
     planned = list(shots(load_plan(tmp_path / "plan.toml", 1)))
     assert len(planned) == number > 500
     assert [(shot.time, shot.replica) for shot in planned] == [
-        (failure.time, (failure.node or 0) // 1024) for failure in draw_until(read, 4)
+        (failure.time, (failure.node or 0) // 1024) for failure in draw_failures(read, 4)
     ]
 
 
@@ -90,7 +90,8 @@ def test_a_rack_is_a_line_for_each_group_and_the_whole_job_none(tmp_path: Path) 
     assert "# 1 failures of the whole job are left out: chaos leaves one group untouched" in lines
     assert sum("kill_group" in line for line in lines) == 3 * 2
     assert sum(line.endswith("factor=1.5 seconds=60.0") for line in lines) == 1
-    assert len(read_log(tmp_path / "drawn.csv")) == 7
+    assert sum("term_group" in line for line in lines) == 1, "the straggler that was found leaves"
+    assert len(read_faults(tmp_path / "drawn.csv")) == 8
 
 
 HEADER = "System,machine type,nodes,nodenumz,Prob Started,Prob Fixed,Down Time,Facilities"
@@ -109,15 +110,16 @@ def test_a_log_of_lanl_is_converted(tmp_path: Path) -> None:
         "2,cluster,49,0,6/20/2005 10:54,6/20/2005 11:00,6,",
     ]
     path = write_lanl(tmp_path / "lanl.csv", lines)
-    found = read_log(path, 20, is_lanl=True)
+    found = read_lanl(path, 20)
     assert [(each.time, each.node, each.down_seconds) for each in found] == [(0, 200, None), (3600, 7, 3 * 3600)]
     cluster = {"gpus": 1024, "gpus_per_node": 8, "spare_nodes": 0}
     failure = {"name": "lanl", "log": "lanl.csv", "system": 20, "breaks": 1.0}
     read = scenario(tmp_path, cluster=cluster, job={"step": 20.0, "groups": 4}, failure=[failure])
     assert write_drawn(tmp_path / "trace.csv", read, 0) == 2
-    assert [entry.group for entry in read_log(tmp_path / "trace.csv")] == [(200 % 128) // 32, 0]
+    assert [entry.group for entry in read_faults(tmp_path / "trace.csv")] == [(200 % 128) // 32, 0]
     (found_candidate,) = make_candidates(read)
     account = simulate(found_candidate, 0)
+    assert found_candidate.rates.broken_nodes == pytest.approx(3 * 3600 / (10 * DAY))
     assert account.parts["nodes"] == pytest.approx(3 * 3600), "the repair of the log; the other is mended at once"
 
 
@@ -132,16 +134,71 @@ def test_a_log_of_lanl_is_converted(tmp_path: Path) -> None:
 def test_a_mistake_in_a_log_is_one_line(tmp_path: Path, lines: list[str], line: str) -> None:
     path = write_lanl(tmp_path / "lanl.csv", lines)
     with pytest.raises(ConfigError) as refused:
-        read_log(path, 20, is_lanl=True)
+        read_lanl(path, 20)
     assert str(refused.value).startswith(line)
 
 
 def test_a_trace_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("time,fault,target\n1,kill_group,0\n")
     with pytest.raises(ConfigError, match=r"trace\.csv:1 must have the columns System, nodenumz,"):
-        read_log(tmp_path / "trace.csv", is_lanl=True)
+        read_lanl(tmp_path / "trace.csv")
 
 
 def test_the_days_of_a_scenario_bound_what_is_drawn() -> None:
     read = scenario(days=2.0)
-    assert max(failure.time for failure in draw_until(read, 0)) <= 2 * DAY
+    assert max(failure.time for failure in draw_failures(read, 0)) <= 2 * DAY
+
+
+def test_a_trace_of_every_effect_is_read_again(tmp_path: Path) -> None:
+    """A straggler stays one, and leaves when it was found; a fault that costs nothing costs nothing."""
+    failures = [
+        {"name": "kill", "mtbf": "5 h", "spacing": "memoryless"},
+        {"name": "slow", "effect": "slow", "factor": 1.5, "found_after": 600, "mtbf": "9 h", "spacing": "memoryless"},
+        {"name": "drain", "effect": "drain", "mtbf": "7 h", "spacing": "memoryless"},
+    ]
+    read = scenario(failure=failures, groups={"stall": 200.0, "away": 600.0})
+    write_drawn(tmp_path / "drawn.csv", read, seed=4)
+    with (tmp_path / "drawn.csv").open("a") as file:
+        file.write("5,kill_lighthouse,lighthouse,\n")
+    again = scenario(tmp_path, failure=[{"name": "all", "trace": "drawn.csv"}], groups={"stall": 200.0, "away": 600.0})
+    (one,), (other,) = make_candidates(read), make_candidates(again)
+    before, after = simulate(one, 4), simulate(other, 4)
+    assert before.parts["slower"] > 12 * 10 * 300
+    # A straggler that died before it was found is asked to leave by the trace all the same.
+    assert after.parts == pytest.approx(before.parts, rel=0.01, abs=1e-3)
+    assert after.steps == before.steps
+    assert abs(after.votes - before.votes) <= 1
+    assert vars(other.rates) == pytest.approx(vars(one.rates), rel=0.5)
+
+
+def test_a_trace_names_groups_of_the_job(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("time,fault,target\n1,kill_group,12\n")
+    with pytest.raises(ConfigError, match=r"^failure\[0\]\.trace must hit groups below job\.groups \(12\), got 12; "):
+        scenario(tmp_path, failure=[{"name": "a", "trace": "trace.csv"}])
+
+
+def test_a_trace_counts_in_the_days_of_the_run(tmp_path: Path) -> None:
+    """Closed forms know that it is over after an hour, and that a later failure is beyond the horizon."""
+    lines = [f"{60 * minute},kill_group,{minute % 12}" for minute in range(60)]
+    (tmp_path / "trace.csv").write_text("\n".join(["time,fault,target", *lines, f"{99 * DAY},kill_group,0"]))
+    read = scenario(tmp_path, failure=[{"name": "a", "trace": "trace.csv"}], days=10.0)
+    (found,) = make_candidates(read)
+    assert found.rates.deaths == pytest.approx(60 / (10 * DAY))
+    assert simulate(found, 0).failures == 60
+
+
+def test_a_straggler_that_dies_is_slow_no_more(tmp_path: Path) -> None:
+    """Group 0 is slow from 100 s on, for an hour if it lives, but it dies at 200 s."""
+    lines = ["time,fault,target,params", "100,slow_rank,0,factor=2 seconds=3600", "200,kill_group,0,"]
+    (tmp_path / "trace.csv").write_text("\n".join(lines))
+    read = scenario(
+        tmp_path,
+        cluster={"gpus": 16, "gpus_per_node": 8},
+        job={"step": 1.0, "groups": 2},
+        failure=[{"name": "all", "trace": "trace.csv"}],
+        groups={"stall": 0.0, "away": 100.0},
+    )
+    (found,) = make_candidates(read)
+    account = simulate(found, 0, 1000.0)
+    assert account.steps == 950 - 1, "50 of 2 s; the one that the end cuts is not counted"
+    assert account.parts["slower"] == pytest.approx(50 * 2 - 1), "of the last slow step one group sees the end"

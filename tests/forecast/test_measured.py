@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
+import msgspec
 import pytest
 
 from tests.forecast.scenarios import candidate
@@ -13,11 +14,11 @@ from tests.history.histories import calm_run, commit, fault, killed_run, say
 from titan_ft.config import ConfigError
 from titan_ft.forecast.candidate import Candidate, make_candidates
 from titan_ft.forecast.choice import run_seeds
+from titan_ft.forecast.failures import draw_failures
 from titan_ft.forecast.from_run import scenarios_like
 from titan_ft.forecast.lengths import LogNormal
 from titan_ft.forecast.measured import Measured, measure, resample
 from titan_ft.forecast.simulation import simulate
-from titan_ft.forecast.trace import draw_until
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import Event
 
@@ -59,6 +60,28 @@ def test_a_group_that_never_came_back_is_cut_off() -> None:
     assert (both.away.number, both.away.censored) == (1, 1)
 
 
+def test_records_with_other_steps_are_not_mixed() -> None:
+    """The same kill in a run whose steps take ten times as long is as late, relative to these."""
+    slow = [msgspec.structs.replace(event, time=1e9 + 10 * (event.time - 1e9)) for event in killed_run()]
+    found = measure([RunRecord(killed_run()), RunRecord(slow)])
+    assert found is not None
+    assert found.stall is not None
+    assert found.stall.values == [pytest.approx(2.0), pytest.approx(20.0)]
+    assert found.drag == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_stall_without_an_end_is_cut_off() -> None:
+    """Both groups die at 14 s, and no step follows until the record ends at 60 s."""
+    events = [event for event in killed_run() if event.time < 1e9 + 13]
+    events += [commit(13.0, 4, 0, participants=[0]), fault(14.0, "kill_group", 0, shot=1)]
+    events += [say(14.1, "worker_exited", 0, signal="SIGKILL", stopped=False), say(60.0, "launch_finished", code=1)]
+    found = measured_of(events)
+    assert found.stall is not None
+    assert (found.stall.number, found.stall.censored) == (1, 1)
+    assert found.stall.mean > 20
+    assert found.kinds == {"SIGKILL": 2}
+
+
 def test_without_failures_costs_are_unknown() -> None:
     found = measured_of(calm_run())
     assert (found.stall, found.away, found.mtbf) == (None, None, None)
@@ -85,7 +108,7 @@ def events_of(seed: int, seconds: float) -> list[Event]:
     job = job_of_tests()
     steps: list[tuple[float, frozenset[int]]] = []
     simulate(job, seed, seconds, lambda time, groups: steps.append((time, groups)))
-    failures = list(draw_until(job.scenario, seed))
+    failures = list(draw_failures(job.scenario, seed))
     events = [say(0.0, "launch_started", replicas=4)]
     before, attempts = frozenset(range(4)), dict.fromkeys(range(4), 0)
     for number, (time, groups) in enumerate(steps, 1):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,9 @@ import pytest
 
 from tests.forecast.test_measured import events_of
 from titan_ft.cli.main import main
-from titan_ft.forecast import published
+from titan_ft.config import ConfigError
+from titan_ft.forecast import published, sizes
+from titan_ft.forecast.candidate import make_candidates
 from titan_ft.forecast.choice import compare
 from titan_ft.forecast.page import draw_charts
 from titan_ft.forecast.published import read_cases
@@ -183,8 +186,13 @@ def test_the_drawn_failures_as_a_trace(scenario: Path, tmp_path: Path, capsys: p
     assert main(["plan", str(scenario), "--trace-out", str(tmp_path / "drawn.csv"), "--seed", "3"]) == 0
     number = int(re.findall(r"(\d+) faults", capsys.readouterr().out)[0])
     lines = (tmp_path / "drawn.csv").read_text().splitlines()
-    assert lines[:2] == ["# drawn by titan-ft plan: seed 3, 3 days, 6 groups", "time,fault,target,params"]
-    assert len(lines) == number + 2
+    assert lines[:4] == [
+        "# drawn by titan-ft plan: seed 3, 3 days, 6 groups",
+        "# of the lists the first case: cluster.spare_nodes = 0",
+        "# of the lists the first case: job.groups = 6",
+        "time,fault,target,params",
+    ]
+    assert len(lines) == number + 4
 
 
 def test_the_validation_set_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,10 +219,16 @@ def test_the_validation_set_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: 
         ),
         ("--chaos blog_15s", "--chaos must come with --from RUN_DIR, got it alone"),
         ("gone.toml", "gone.toml"),
-        ("--validate --minutes 3", "--minutes must come with --chaos PLAN, got it alone"),
-        ("--validate --trace-out x", "--trace-out must come with SCENARIO, got --validate"),
+        ("--validate --minutes 3", "--minutes must come with --chaos, got --validate; leave it out"),
+        ("--validate --trace-out x", "--trace-out must come with SCENARIO, got --validate; leave it out"),
+        ("--validate --from x", "--from must come with SCENARIO or --chaos, got --validate; leave it out"),
+        ("--like x --from x", "--from must come with SCENARIO or --chaos, got --like; leave it out"),
+        ("--chaos blog_15s --from x --out x", "--out must come with SCENARIO or --like, got --chaos; leave it out"),
+        ("--chaos blog_15s --from x --minutes nan", "--minutes must be a number > 0, got nan"),
+        ("--chaos blog_15s --from x --minutes 0", "--minutes must be a number > 0, got 0.0"),
+        ("--validate --seeds 1000000", "--seeds must be from 2 to 10000, got 1000000"),
         ("--like gone", "--like must be the folder of a run, got gone"),
-        ("--validate --seeds 1", "--seeds must be >= 2, got 1"),
+        ("--validate --seeds 1", "--seeds must be from 2 to 10000, got 1"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -245,6 +259,21 @@ def test_sizes_of_a_dry_run_are_json(
     assert list(tmp_path.iterdir()) == []
     assert main([*words, "--json"]) == 2
     assert "--json must come with --dry-run" in capsys.readouterr().err
+
+
+def test_sizes_are_kept_if_another_try_would_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that was cut is measured again; a dry run that crashed is not remembered, one that refused is."""
+    text = SCENARIO.replace('step = "20 s"', 'step = "20 s"\nconfig = "llama3_debug"').partition("[rounds]")[0]
+    (tmp_path / "s.toml").write_text(text)
+    candidate = make_candidates(load_scenarios(tmp_path / "s.toml")[0])[-1]
+    cache = tmp_path / "sizes.json"
+    cache.write_text('{"0.1.0/')
+    for code, kept in ((1, False), (2, True)):
+        done = subprocess.CompletedProcess([], code, "", "titan-ft: it cannot be cut so\n")
+        monkeypatch.setattr(sizes.subprocess, "run", lambda *_, done=done, **__: done)
+        with pytest.raises(ConfigError, match=r"^it cannot be cut so$"):
+            sizes.Sizes(cache).bound(candidate)
+        assert ("refused" in cache.read_text()) is kept
 
 
 @pytest.mark.slow

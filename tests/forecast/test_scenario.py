@@ -36,8 +36,9 @@ def test_a_list_in_an_array_of_tables_is_swept() -> None:
     assert [case.failures[0].mtbf for case in read_scenarios(tables(failure=[failure]), Path())] == [1080, 3600]
 
 
+RACK = {"name": "rack", "mtbf": 5.0, "spacing": "even", "domain": "rack"}
 MISTAKES = [
-    ("job.step", "20 sec", "job.step must be a length of time, such as 20 (seconds) or \"18 min\", > 0, got '20 sec'"),
+    ("job.step", "20 sec", 'job.step must be a length of time, such as 20 (seconds) or "18 min", >= 1 ms, got'),
     ("job.step", None, "job.step must be set, got nothing"),
     ("job.groups", 7, "job.groups must divide the 12288 nodes of the cluster, got 7"),
     ("job.groups", [], "job.groups must hold at least one value, got []"),
@@ -47,11 +48,11 @@ MISTAKES = [
     ("cluster.spares", 3, "cluster.spares is not a valid key; did you mean spare_nodes?"),
     ("clock", "cpu", 'clock must be "wall" or "training", got \'cpu\''),
     ("clock", None, 'clock must be set, got nothing; "training" if failures come only while the job trains'),
-    ("days", -1, "days must be a number > 0, got -1"),
+    ("days", -1, "days must be a number > 0, at most 10000, got -1"),
     ("groups", None, "restart must be set, or groups or rounds, got none"),
     ("groups.stall", None, "groups.stall must be set, got nothing; give it, or a run that has it: --from RUN_DIR"),
     ("groups.away", {"median": 5}, "groups.away must be a length of time"),
-    ("rounds", {"steps": 0}, "rounds.steps must be a whole number >= 1, got 0"),
+    ("rounds", {"steps": 0}, "rounds.steps must be a whole number from 1 to 10,000,000, got 0"),
     ("restart", {"recover": 600}, "checkpoint must be set with restart, got nothing"),
     ("failure", [], "failure must hold at least one value, got []"),
     ("failure[0].spacing", None, "failure[0].spacing must be one of memoryless, even, uniform, weibull, got nothing"),
@@ -65,6 +66,27 @@ MISTAKES = [
     ("failure[0].first_node", 12288, "failure[0].first_node must be < the 12288 nodes of the cluster, got 12288"),
     ("failure", [{"name": "a", "chaos": "no_such"}], "chaos plan must be the path of a TOML file or one of blog_15s,"),
     ("failure", [{"name": "a", "trace": "gone.csv"}], "trace must be a readable CSV file, got gone.csv"),
+    ("failure[0].mtbf", "1e5 d", "failure[0].mtbf must be a length of time"),
+    ("failure[0].mtbf", float("inf"), "failure[0].mtbf must be a length of time"),
+    ("failure[0].mtbf", 0.001, "days must have 10,000,000 failures and checkpoints at most, got about 8.6e+08"),
+    ("failure[0].scope", "domain", 'failure[0].scope must be "node" or "job", got \'domain\''),
+    ("failure[0].age", 5, "failure[0].age must be left out without lives"),
+    ("failure[0].factor", 2, "failure[0].factor must be left out with effect = stop, got 2"),
+    ("failure[0].found_after", 2, "failure[0].found_after must be left out with effect = stop"),
+    ("failure[0].repair", 2, "failure[0].repair must be left out without breaks"),
+    ("failure[0].system", 2, "failure[0].system must be left out without log"),
+    ("failure[0].seed", 2, "failure[0].seed must be left out without chaos"),
+    ("failure", [RACK | {"scope": "job"}], "failure[0].domain must be left out with mtbf and scope = job"),
+    ("failure", [RACK | {"per_1000_node_days": 6.5, "mtbf": None}], "failure[0].per_1000_node_days must be left out"),
+    ("failure", [{"name": "a", "chaos": "blog_15s", "effect": "slow", "factor": 2.0}], "failure[0].effect must be"),
+    ("checkpoint", {"save": 1, "interval": float("inf")}, 'checkpoint.interval must be a length of time >= 1 s, or "b'),
+    ("groups.away", {"median": 1, "p99": 1e9}, "groups.away must be a length of time"),
+    ("groups.away", {"median": 1, "p99": 2, "base": 3}, "groups.away must be a length of time"),
+    ("groups.drag", float("inf"), "groups.drag must be a length of time"),
+    ("job.step", 1e-300, "job.step must be a length of time"),
+    ("cluster.gpus", 10**9, "cluster.gpus must be a whole number from 1 to 10,000,000, got 1000000000"),
+    ("cluster.domain", 3, "cluster.domain must be an array of tables, got 3; write [[cluster.domain]] above each"),
+    ("cluster.domain", [{"name": "a", "nodes": 2}, {"name": "a", "nodes": 3}], "cluster.domain[1].name must be unlike"),
     ("maintenance", [{"every": "7 d", "nodes": 2}], "maintenance[0].lasts must be set, got nothing"),
 ]  # fmt: skip
 
@@ -81,6 +103,7 @@ def test_a_mistake_is_one_line(place: str, value: Any, line: str) -> None:
     table.pop(key, None)
     if value is not None:
         table[key] = value
+    values["failure"] = [{name: each for name, each in kind.items() if each is not None} for kind in values["failure"]]
     with pytest.raises(ConfigError) as refused:
         [make_candidates(case) for case in read_scenarios(values, Path())]
     assert str(refused.value).startswith(line)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tests.forecast.scenarios import MEMORYLESS, candidate, restart
 from tests.history.histories import commit, say
-from titan_ft.forecast.candidate import Candidate, best_interval, daly, estimate, pressure
+from titan_ft.forecast.candidate import Candidate, best_interval
+from titan_ft.forecast.closed_forms import daly, estimate
 from titan_ft.forecast.scenario import DAY
 from titan_ft.forecast.simulation import simulate
 from titan_ft.history.record.run_record import RunRecord
@@ -59,13 +60,15 @@ GRID = [
 def test_closed_forms_hold_inside_their_envelope(mtbf: float, groups: int, stall: float, away: float) -> None:
     """Within 1 % where the pressure is below 0.25; steps are short, for the forms know none."""
     job = candidate(
+        days=300 * mtbf / DAY,
         failure=[{**MEMORYLESS, "mtbf": mtbf}],
         job={"step": 2.0, "groups": groups},
+        checkpoint={"save": 0.0, "interval": 600.0},
         groups={"stall": stall, "away": away, "rejoin": 0.5},
     )
-    assert pressure(job) < 0.4
+    assert job.pressure < 0.4
     simulated = fmean(simulate(job, seed, 300 * mtbf).effective for seed in range(4))
-    assert estimate(job) == pytest.approx(simulated, rel=0.01 if pressure(job) < 0.25 else 0.03)
+    assert estimate(job) == pytest.approx(simulated, rel=0.01 if job.pressure < 0.25 else 0.03)
 
 
 def test_closed_forms_know_stragglers_and_wrong_numbers() -> None:
@@ -95,7 +98,7 @@ def test_the_form_of_rounds(groups: int) -> None:
 
 
 def test_nothing_fails_and_nothing_is_lost() -> None:
-    job = candidate(failure=[{**MEMORYLESS, "mtbf": 1e12}])
+    job = candidate(failure=[{**MEMORYLESS, "mtbf": 1e10}])
     account = simulate(job, 0, 43_200 * 20.0)
     assert account.steps == 43_200 - 1, "the last one ends with the run"
     assert account.effective == pytest.approx(1.0, abs=1e-4)
@@ -241,7 +244,7 @@ def test_the_clock_of_failures_is_a_field() -> None:
             clock=clock,
             failure=[{"name": "any", "mtbf": "18 min", "spacing": spacing}],
             groups=None,
-            job={"step": 20.0},
+            job={"step": 1.0},
             checkpoint={"save": 0.0, "interval": 1.0},
             restart={"recover": "10 min"},
         )
@@ -332,4 +335,4 @@ def test_wrong_numbers_send_a_job_alone_back_before_them() -> None:
     account = simulate(job, 0, 7000.0)
     assert account.restarts == 1
     # Found at 5,950 s; the checkpoint before 5,000 s is that of 4,800 s.
-    assert account.parts["lost"] == pytest.approx(5950 - 4800 + (7000 - 6050) % 300, abs=1.0)
+    assert account.parts["lost"] == pytest.approx(5950 - 4800, abs=2.0)

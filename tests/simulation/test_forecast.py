@@ -20,9 +20,9 @@ from tests.simulation import standins  # noqa: E402
 from tests.simulation.faults import KillGroups  # noqa: E402
 from tests.simulation.schedule import Schedule  # noqa: E402
 from tests.simulation.world import Options, World  # noqa: E402
-from titan_ft.forecast.logs import write_trace  # noqa: E402
+from titan_ft.forecast.failures import draw_failures  # noqa: E402
 from titan_ft.forecast.simulation import simulate  # noqa: E402
-from titan_ft.forecast.trace import draw_until  # noqa: E402
+from titan_ft.forecast.trace import TraceLine, write_trace  # noqa: E402
 
 STEPS, GROUPS = 150, 4
 CONFIG = {
@@ -51,7 +51,7 @@ def drawn_kills(seed: int) -> list[tuple[float, int]]:
     failure = {"name": "kill", "mtbf": 6.0, "spacing": "memoryless"}
     read = scenario(cluster=cluster, job={"step": 0.45, "groups": GROUPS}, failure=[failure], days=60 / 86400)
     kills: list[tuple[float, int]] = []
-    for each in draw_until(read, seed):
+    for each in draw_failures(read, seed):
         if each.time > (kills[-1][0] if kills else 0.0) + 4.0:
             kills.append((each.time, each.node or 0))
     return kills
@@ -87,7 +87,7 @@ def test_the_engine_and_the_forecast_agree(seed: int, tmp_path: Path) -> None:
         joined = next(place for place, (end, groups) in enumerate(commits) if end > time + 1.0 and group in groups)
         away.append(commits[joined - 1][0] - time - step / 2)
     start = commits[0][0] - step
-    write_trace(tmp_path / "kills.csv", [(time - start, "kill_group", group, "") for time, group in kills])
+    write_trace(tmp_path / "kills.csv", [TraceLine(time - start, "kill_group", group) for time, group in kills])
     job = candidate(
         tmp_path,
         cluster={"gpus": GROUPS, "gpus_per_node": 1},

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,24 +14,35 @@ from typing import Any
 from titan_ft.cli.read_record import read_record
 from titan_ft.config import ConfigError, check_folder
 from titan_ft.data.assets import find_config
-from titan_ft.forecast.candidate import estimate, make_candidates
-from titan_ft.forecast.choice import Case, Forecast, compare, run_seeds
+from titan_ft.forecast.candidate import make_candidates
+from titan_ft.forecast.choice import Forecast, compare, run_seeds
+from titan_ft.forecast.closed_forms import estimate
 from titan_ft.forecast.from_run import scenario_of_campaign, scenarios_like
 from titan_ft.forecast.measured import Measured, measure
-from titan_ft.forecast.scenario import load_scenarios
+from titan_ft.forecast.scenario import Scenario, load_scenarios
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.terminal import show
 from titan_ft.options import Planning
 
+MAX_SEEDS = 10_000
+_BESIDE = {
+    "SCENARIO": ("--from", "--trace-out", "--out"),
+    "--like": ("--out",),
+    "--chaos": ("--from", "--chaos-seed", "--minutes"),
+    "--validate": (),
+}
+"""The four things to ask for, each with the options that it takes; --json, --seeds and --seed go with all."""
+
 
 def run(command: Planning, worker_args: Sequence[str]) -> int:
-    """Do what the options ask for: one of a scenario, a run, a campaign, the validation set."""
+    """Do the one thing that the options ask for: a scenario, a run, a campaign, or the validation set."""
     _check(command)
     if command.validate:
         return _validate(command)
-    folders = [command.like] if command.like is not None else list(command.from_runs)
+    name = "--from" if command.like is None else "--like"
+    folders = command.from_runs if command.like is None else (command.like,)
     for folder in folders:
-        check_folder("--like" if command.like is not None else "--from", folder)
+        check_folder(name, folder)
     try:
         records = [read_record(folder) for folder in folders]
     except ConfigError:
@@ -40,38 +52,53 @@ def run(command: Planning, worker_args: Sequence[str]) -> int:
         return 1
     measured = measure(records) if records else None
     if records and measured is None:
-        raise ConfigError(f"--from must be a run that made steps, got {folders[0]}; give one that trained")
+        raise ConfigError(f"{name} must be a run that made steps, got {folders[0]}; give one that trained")
     if command.chaos is not None:
         assert measured is not None, "--chaos comes with --from"
-        return _forecast_campaign(command, measured, _least(records))
-    return _compare(command, measured, records)
+        return _forecast_campaign(command, command.chaos, measured, _least(records))
+    if command.scenario is not None:
+        folder = command.scenario.with_name(f"{command.scenario.stem}-plan")
+        return _compare(command, load_scenarios(command.scenario), measured, folder, command.scenario.name)
+    assert command.like is not None, "one of the four was asked for"
+    assert measured is not None, "--like is a run"
+    scenarios = scenarios_like(measured, _least(records))
+    return _compare(command, scenarios, measured, command.like / "plan", str(command.like))
 
 
 def _check(command: Planning) -> None:
-    asked = [
-        name
-        for name, is_asked in (
-            ("SCENARIO", command.scenario is not None),
-            ("--like", command.like is not None),
-            ("--chaos", command.chaos is not None),
-            ("--validate", command.validate),
-        )
-        if is_asked
-    ]
+    """Check that one thing was asked for, with options that go with it.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    given = {
+        "SCENARIO": command.scenario,
+        "--like": command.like,
+        "--chaos": command.chaos,
+        "--validate": command.validate or None,
+        "--from": command.from_runs or None,
+        "--trace-out": command.trace_out,
+        "--out": command.out,
+        "--chaos-seed": command.chaos_seed,
+        "--minutes": command.minutes,
+    }
+    asked = [name for name in _BESIDE if given[name] is not None]
     if len(asked) != 1:
         got = " and ".join(asked) or "nothing"
         raise ConfigError(f"SCENARIO must be given, or one of --like, --chaos, --validate, got {got}; give one of them")
+    for name, value in given.items():
+        if value is None or name in (*asked, *_BESIDE[asked[0]]):
+            continue
+        takers = " or ".join(taker for taker, options in _BESIDE.items() if name in options)
+        raise ConfigError(f"{name} must come with {takers}, got {asked[0]}; leave it out")
     if command.chaos is not None and not command.from_runs:
         raise ConfigError(
             "--chaos must come with --from RUN_DIR, got it alone; a run's record has the costs of failures"
         )
-    if command.chaos is None and (command.chaos_seed is not None or command.minutes is not None):
-        name = "--minutes" if command.chaos_seed is None else "--chaos-seed"
-        raise ConfigError(f"{name} must come with --chaos PLAN, got it alone; give the plan too")
-    if command.trace_out is not None and command.scenario is None:
-        raise ConfigError(f"--trace-out must come with SCENARIO, got {asked[0]}; give one")
-    if command.seeds < 2:
-        raise ConfigError(f"--seeds must be >= 2, got {command.seeds}; an interval needs two runs")
+    if command.minutes is not None and not 0 < command.minutes < math.inf:
+        raise ConfigError(f"--minutes must be a number > 0, got {command.minutes}; the default is that of the runs")
+    if not 2 <= command.seeds <= MAX_SEEDS:
+        raise ConfigError(f"--seeds must be from 2 to {MAX_SEEDS}, got {command.seeds}; an interval needs two runs")
 
 
 def _validate(command: Planning) -> int:
@@ -80,31 +107,22 @@ def _validate(command: Planning) -> int:
 
     rows = validate()
     if command.json:
-        figures = [
-            {
-                "id": row.case.id,
-                "figure": row.figure,
-                "kind": row.kind,
-                "published": row.published,
-                "ours": row.ours,
-                "error": row.error,
-                "holds": row.holds,
-                "source": row.case.source,
-            }
-            for row in rows
-        ]
+        names = ("figure", "kind", "published", "ours", "error", "holds")
+        figures = []
+        for row in rows:
+            values = {name: getattr(row, name) for name in names}
+            figures.append({"id": row.case.id, "source": row.case.source, **values})
         print(json.dumps(figures, indent=2))
     else:
         show(validation_table(rows))
     return int(any(row.holds is False for row in rows))
 
 
-def _forecast_campaign(command: Planning, measured: Measured, least: int) -> int:
+def _forecast_campaign(command: Planning, chaos: Path, measured: Measured, least: int) -> int:
     from titan_ft.forecast.table import campaign_table, forecast_figures, observation_table
 
-    assert command.chaos is not None, "the caller has looked"
     seconds = measured.seconds if command.minutes is None else 60 * command.minutes
-    plan = find_config(command.chaos, "chaos")
+    plan = find_config(chaos, "chaos")
     scenario = scenario_of_campaign(measured, plan, command.chaos_seed, seconds, least)
     (candidate,) = make_candidates(scenario, measured)
     forecast = Forecast(candidate, estimate(candidate), run_seeds(candidate, measured, command.seeds, seconds))
@@ -117,22 +135,22 @@ def _forecast_campaign(command: Planning, measured: Measured, least: int) -> int
     return 0
 
 
-def _compare(command: Planning, measured: Measured | None, records: Sequence[RunRecord]) -> int:
+def _compare(
+    command: Planning, scenarios: Sequence[Scenario], measured: Measured | None, folder: Path, source: str
+) -> int:
+    """Compare the candidates of scenarios; print them, and write their page into a folder."""
+    from titan_ft.forecast.page import write_page
     from titan_ft.forecast.sizes import Sizes
-    from titan_ft.forecast.table import case_figures, observation_rows
+    from titan_ft.forecast.table import (
+        NOTES,
+        case_figures,
+        case_notes,
+        case_table,
+        observation_rows,
+        observation_table,
+    )
     from titan_ft.forecast.trace import write_drawn
 
-    if command.scenario is not None:
-        scenarios = load_scenarios(command.scenario)
-        folder, source = (
-            command.scenario.with_suffix("").with_name(f"{command.scenario.stem}-plan"),
-            command.scenario.name,
-        )
-    else:
-        assert command.like is not None, "one of both is given"
-        assert measured is not None, "--like is a run"
-        scenarios = scenarios_like(measured, _least(records))
-        folder, source = command.like / "plan", str(command.like)
     if command.trace_out is not None:
         number = write_drawn(command.trace_out, scenarios[0], command.seed)
         print(f"trace: {command.trace_out}, {number} faults")
@@ -142,19 +160,10 @@ def _compare(command: Planning, measured: Measured | None, records: Sequence[Run
     if command.json:
         figures: dict[str, Any] = {"cases": [case_figures(case) for case in cases]}
         if measured is not None:
-            figures["record"] = [
-                dict(zip(("input", "value", "rests_on"), row, strict=True)) for row in observation_rows(measured)
-            ]
+            names = ("input", "value", "rests_on")
+            figures["record"] = [dict(zip(names, row, strict=True)) for row in observation_rows(measured)]
         print(json.dumps(figures, indent=2))
         return 0
-    _show(cases, measured, folder, source)
-    return 0
-
-
-def _show(cases: Sequence[Case], measured: Measured | None, folder: Path, source: str) -> None:
-    from titan_ft.forecast.page import write_page
-    from titan_ft.forecast.table import NOTES, case_notes, case_table, observation_table
-
     for case in cases:
         show(case_table(case))
         print(case.advice)
@@ -167,6 +176,7 @@ def _show(cases: Sequence[Case], measured: Measured | None, folder: Path, source
     for note in NOTES:
         print(note)
     print(f"page: {write_page(folder, cases, measured, source)}")
+    return 0
 
 
 def _least(records: Sequence[RunRecord]) -> int:

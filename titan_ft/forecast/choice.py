@@ -7,13 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import fmean, stdev
 from typing import Any
 
-import msgspec
-
 from titan_ft.config import ConfigError
-from titan_ft.forecast.candidate import ENVELOPE, Candidate, Costs, estimate, make_candidates, pressure, with_saves
+from titan_ft.forecast.candidate import Candidate, Costs, make_candidates, with_saves
+from titan_ft.forecast.closed_forms import estimate
 from titan_ft.forecast.lengths import Constant, Length
 from titan_ft.forecast.measured import Measured, resample
 from titan_ft.forecast.scenario import Scenario
@@ -45,11 +45,10 @@ class Forecast:
         """Return half of the 95 % interval of the mean."""
         return half_interval([each.effective for each in self.accounts])
 
-    def spread(self, value_of: Callable[[Account], float] = lambda each: each.effective) -> tuple[float, float]:
+    def spread(self, value_of: Callable[[Account], float] = attrgetter("effective")) -> tuple[float, float]:
         """Return the 5th and the 95th percentile of one run."""
-        return percentile([value_of(each) for each in self.accounts], 0.05), percentile(
-            [value_of(each) for each in self.accounts], 0.95
-        )
+        values = [value_of(each) for each in self.accounts]
+        return percentile(values, 0.05), percentile(values, 0.95)
 
     def shares(self) -> dict[str, float]:
         """Return where the time went, as shares that add up to 1."""
@@ -59,7 +58,7 @@ class Forecast:
     @property
     def worth(self) -> float:
         """Return useful GPUs for each one that is paid for: the figure that candidates are ranked by."""
-        return self.effective * self.candidate.value / self.candidate.cost_factor
+        return self.effective * self.candidate.value_of_time
 
     @property
     def lost_gpu_hours(self) -> float:
@@ -68,9 +67,9 @@ class Forecast:
         return (candidate.paid_gpus - candidate.scenario.cluster.gpus * self.effective) * 30 * 24
 
     @property
-    def is_outside(self) -> bool:
-        """True if the pressure is beyond that in which the closed forms are within 1 %."""
-        return pressure(self.candidate) > ENVELOPE
+    def lost_money(self) -> float:
+        """Return the money of a month for these GPU-hours."""
+        return self.lost_gpu_hours * self.candidate.scenario.cluster.price_per_gpu_hour
 
 
 def half_interval(values: Sequence[float]) -> float:
@@ -101,6 +100,10 @@ class Case:
     excluded: tuple[str, ...] = ()
     """Shapes that do not fit, and why."""
 
+    @property
+    def title(self) -> str:
+        return ", ".join(f"{name} = {value}" for name, value in self.circumstances.items())
+
 
 Refine = Callable[[Candidate], Candidate]
 """Bound a candidate by the sizes of the job; raises ConfigError for one that does not fit."""
@@ -126,7 +129,7 @@ def compare(
             try:
                 candidates.append(refine(candidate))
             except ConfigError as error:
-                excluded.append(f"{candidate.describe()}: {error}")
+                excluded.append(f"{candidate.shape}: {error}")
     return [_case(*case, measured, seeds) for case in cases.values()]
 
 
@@ -173,16 +176,20 @@ def run_seeds(
     for seed in range(seeds):
         each = candidate
         if measured is not None and candidate.strategy != "restart":
-            other = resample(measured, seed)
-            costs = candidate.costs
-            lengths: dict[str, Length] = {}
-            for name in ("stall", "away", "rejoin"):
-                is_measured = getattr(costs, name) is getattr(measured, name)
-                lengths[name] = getattr(other, name) if is_measured else getattr(costs, name)
-            step = candidate.step * other.step / measured.step
-            each = replace(candidate, step=step, costs=Costs(**lengths, drag=costs.drag))
+            each = _with_costs_of(candidate, measured, resample(measured, seed))
         accounts.append(simulate(each, seed, seconds))
     return tuple(accounts)
+
+
+def _with_costs_of(candidate: Candidate, measured: Measured, other: Measured) -> Candidate:
+    """Return the candidate with the pace of another record, and with its costs where it has those of `measured`."""
+    costs = candidate.costs
+    lengths: dict[str, Length] = {}
+    for name in ("stall", "away", "rejoin"):
+        is_measured = getattr(costs, name) is getattr(measured, name)
+        lengths[name] = getattr(other if is_measured else costs, name)
+    step = candidate.step * other.step / measured.step
+    return replace(candidate, step=step, costs=Costs(**lengths, drag=costs.drag))
 
 
 # Advice
@@ -191,89 +198,71 @@ def run_seeds(
 def advise(ranked: Sequence[Forecast]) -> str:
     """Return one sentence: what to take, the runner-up, what restarts would do, and which input would turn it."""
     best = ranked[0]
-    said = f"Take {name_of(best)}: {100 * best.effective:.1f} % effective training time"
+    said = f"Take {best.candidate.name}: {100 * best.effective:.1f} % effective training time"
     if len(ranked) == 1:
         return f"{said}; nothing else was compared."
     other = ranked[1]
-    said += f"; next comes {name_of(other)} with {100 * other.effective:.1f} %"
+    said += f"; next comes {other.candidate.name} with {100 * other.effective:.1f} %"
     restart = next((each for each in ranked[2:] if each.candidate.strategy == "restart"), None)
     if restart is not None and "restart" not in (best.candidate.strategy, other.candidate.strategy):
         said += f" (restarts from checkpoints: {100 * restart.effective:.1f} %)"
     if not is_better(best, other):
         return f"{said}, which is no difference: its 95 % interval holds 0."
-    turn = find_turn(best.candidate, other.candidate)
+    turn = find_turn(best.candidate, other.candidate, best.worth - other.worth)
     if turn is None:
         return f"{said}, and no input, changed by itself up to 16 times, turns that."
     name, factor = turn
-    return f"{said}, which would be better if {name} were {factor:.2g} times what it is."
+    return f"{said}, which would be better if {name} were {factor:.2g} times its value."
 
 
 def is_better(best: Forecast, other: Forecast) -> bool:
     """True if the mean difference of runs with the same failures is above 0 by its 95 % interval."""
-    differences = [
-        ours.effective * best.candidate.value / best.candidate.cost_factor
-        - others.effective * other.candidate.value / other.candidate.cost_factor
-        for ours, others in zip(best.accounts, other.accounts, strict=True)
-    ]
+    differences = []
+    for ours, others in zip(best.accounts, other.accounts, strict=True):
+        our_worth = ours.effective * best.candidate.value_of_time
+        differences.append(our_worth - others.effective * other.candidate.value_of_time)
     return fmean(differences) > half_interval(differences)
-
-
-def name_of(forecast: Forecast) -> str:
-    candidate = forecast.candidate
-    spares = candidate.spares
-    return candidate.describe() + ("" if spares is None else f" with {spares} spare nodes")
 
 
 INPUTS = ("time between failures", "stall", "time away", "late when one returns", "save", "repair")
 
 
 def scaled(candidate: Candidate, name: str, factor: float) -> Candidate:
-    """Return a candidate with one of `INPUTS` multiplied."""
-    costs, scenario = candidate.costs, candidate.scenario
-    if name == "stall":
-        return replace(candidate, costs=replace(costs, stall=Constant(costs.stall.mean * factor)))
-    if name == "time away":
-        return replace(candidate, costs=replace(costs, away=Constant(costs.away.mean * factor)))
-    if name == "late when one returns":
-        return replace(candidate, costs=replace(costs, rejoin=Constant(costs.rejoin.mean * factor)))
-    if name == "save":
-        return with_saves(replace(candidate, save=candidate.save * factor))
-    kinds = []
-    for kind in scenario.failures:
-        values = msgspec.structs.asdict(kind)
-        if name == "repair" and isinstance(kind.repair, float | int):
-            values["repair"] = kind.repair * factor
-        elif name == "time between failures":
-            for rate in ("mtbf", "mtbf_of_each"):
-                if values[rate] is not None:
-                    values[rate] *= factor
-            if kind.per_1000_node_days is not None:
-                values["per_1000_node_days"] = kind.per_1000_node_days / factor
-        kinds.append(type(kind)(**values))
-    return with_saves(replace(candidate, scenario=msgspec.structs.replace(scenario, failures=tuple(kinds))))
+    """Return a candidate, for closed forms, with one of `INPUTS` multiplied."""
+    costs, rates = candidate.costs, candidate.rates
+    if name == "time between failures":
+        changed = replace(candidate, rates=rates.scaled(1 / factor))
+    elif name == "stall":
+        changed = replace(candidate, costs=replace(costs, stall=Constant(costs.stall.mean * factor)))
+    elif name == "time away":
+        changed = replace(candidate, costs=replace(costs, away=Constant(costs.away.mean * factor)))
+    elif name == "late when one returns":
+        changed = replace(candidate, costs=replace(costs, rejoin=Constant(costs.rejoin.mean * factor)))
+    elif name == "save":
+        changed = replace(candidate, save=candidate.save * factor)
+    else:
+        changed = replace(candidate, rates=replace(rates, broken_nodes=rates.broken_nodes * factor))
+    return with_saves(changed)
 
 
-def _advantage(best: Candidate, other: Candidate, name: str, factor: float) -> float:
-    def worth(candidate: Candidate) -> float:
-        return estimate(scaled(candidate, name, factor)) * candidate.value / candidate.cost_factor
+def find_turn(best: Candidate, other: Candidate, advantage: float) -> tuple[str, float] | None:
+    """Return the input, and the smallest factor up to 16 or down to 1/16, with which the other one is better.
 
-    return worth(best) - worth(other)
+    Args:
+        advantage: of the best one's worth, by simulation. The closed forms tell only how an input changes it.
+    """
 
+    def closed_advantage(name: str, factor: float) -> float:
+        ours = estimate(scaled(best, name, factor)) * best.value_of_time
+        return ours - estimate(scaled(other, name, factor)) * other.value_of_time
 
-def find_turn(best: Candidate, other: Candidate) -> tuple[str, float] | None:
-    """Return the input, and the smallest factor up to 16 or down to 1/16, with which the other one is better."""
-    found: list[tuple[float, str, float]] = []
-    for name in INPUTS:
-        for direction in (1, -1):
-            for eighth in range(1, 33):
-                factor = 2.0 ** (direction * eighth / 8)
-                if _advantage(best, other, name, factor) < 0:
-                    found.append((eighth, name, factor))
-                    break
-    if not found:
-        return None
-    _, name, factor = min(found)
-    return name, factor
+    now = closed_advantage(INPUTS[0], 1.0)
+    for eighth in range(1, 33):
+        for name in INPUTS:
+            for factor in (2.0 ** (eighth / 8), 2.0 ** (-eighth / 8)):
+                if advantage + closed_advantage(name, factor) - now < 0:
+                    return name, factor
+    return None
 
 
 def sensitivity(candidate: Candidate) -> list[tuple[str, float, float, float]]:

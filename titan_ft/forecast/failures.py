@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draw the failures of a cluster: when, which nodes, and the luck that their consequences are drawn from.
+"""Draw the failures of a cluster: their times, their nodes, and the luck that decides their consequences.
 
-The same seed draws the same failures for every shape of the job, with the same luck: so shapes are compared under
-common random numbers, and a difference between two of them is not one of chance.
+One seed draws the same failures, with the same luck, for every shape of the job. Shapes are so compared under common
+random numbers, and a difference between two of them is no chance.
 """
 
 from __future__ import annotations
@@ -11,17 +11,30 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
+
 from titan_ft.chaos.schedule import shots
+from titan_ft.faults.fault import Fault
+from titan_ft.faults.inside import SlowRank
 from titan_ft.forecast.lengths import Constant, Length, Uniform, Weibull
-from titan_ft.forecast.scenario import DAY, Kind, Scenario
+from titan_ft.forecast.scenario import DAY, Effect, Kind, Scenario, Spacing
+
+ENDS = ("killed", "frozen", "hung")
+"""Outcomes of faults after which a group is away; "left" is one in order."""
+MAX_SHOTS = 10_000
+"""Shots of a chaos plan from which its rate is taken."""
+SEEDS_OF_LIVES = 4
+"""Draws from which the rate of nodes that age is taken."""
 
 
 class Luck(NamedTuple):
-    """Uniform numbers from 0 to 1, one for each thing that a failure leaves to chance."""
+    """Uniform numbers from 0 to 1, one for each consequence that is left to chance."""
 
     breaks: float
     repair: float
@@ -32,112 +45,145 @@ class Luck(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failure, before it is known what it hits of a job.
+    """One failure, whatever the shape of the job.
 
     Attributes:
-        node: the first one hit; None if a group is given, or everything is hit.
-        nodes: how many, from that one on.
-        group: the one hit, of a trace of groups.
-        repair_seconds: of the node, where a log has it.
+        node: the first node hit; None if a trace names a group, or if the whole job is hit.
+        nodes: number of nodes hit, from that one on.
+        group: the group that a trace names.
+        repair_seconds: until the node is mended, where a log has it.
     """
 
     time: float
     kind: Kind
-    node: int | None
-    nodes: int
     luck: Luck
+    node: int | None = None
+    nodes: int = 1
     group: int | None = None
     repair_seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Hit:
-    """When and what, without luck."""
-
-    time: float
-    node: int | None
-    nodes: int
-    group: int | None = None
-    repair_seconds: float | None = None
+_UNDRAWN = Luck(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def draw_failures(scenario: Scenario, seed: int) -> Iterator[Failure]:
-    """Yield the failures of a cluster in order of time, perhaps without end, but for those of chaos plans."""
+def effect_of(fault: Fault) -> Effect | None:
+    """Return the effect of a chaos fault on its group; None if the group trains on as before."""
+    if isinstance(fault, SlowRank):
+        return "slow"
+    if fault.category == "wrong numbers" and fault.takes_down:
+        return "corrupt"
+    if fault.outcome == "left":
+        return "drain"
+    return "stop" if fault.takes_down or fault.outcome in ENDS else None
+
+
+def draw_failures(scenario: Scenario, seed: int, seconds: float | None = None) -> Iterator[Failure]:
+    """Yield failures in order of time, without those of chaos plans.
+
+    Args:
+        seconds: length of the run; when left out, the scenario's days.
+    """
+    end = scenario.days * DAY if seconds is None else seconds
     luck = random.Random(f"{seed}/luck")
     streams = [_of_kind(kind, scenario, seed) for kind in scenario.failures if kind.chaos is None]
-    for kind, hit in heapq.merge(*streams, key=lambda each: each[1].time):
+    for failure in heapq.merge(*streams, key=lambda each: each.time):
+        if failure.time > end:
+            return
+        drawn = Luck(*(luck.random() for _ in Luck._fields))
         yield Failure(
-            hit.time,
-            kind,
-            hit.node,
-            hit.nodes,
-            Luck(*(luck.random() for _ in Luck._fields)),
-            hit.group,
-            hit.repair_seconds,
+            failure.time,
+            failure.kind,
+            drawn,
+            failure.node,
+            failure.nodes,
+            failure.group,
+            failure.repair_seconds,
         )
 
 
-def _of_kind(kind: Kind, scenario: Scenario, seed: int) -> Iterator[tuple[Kind, _Hit]]:
+def _of_kind(kind: Kind, scenario: Scenario, seed: int) -> Iterator[Failure]:
     rng = random.Random(f"{seed}/{kind.name}")
-    nodes = scenario.cluster.nodes
-    size = scenario.domains[kind.domain] if kind.domain is not None else 1
-    parts = range(kind.first_node // size, -(-nodes // size))
     if kind.name in scenario.listed:
-        hits = _of_list(kind, scenario, rng)
-    elif lives_of_its_own(kind):
-        hits = _lives(rng, parts, size, Weibull(mtbf_of_each(kind), kind.shape or 1.0), kind.age)
-    else:
-        hits = _gaps(rng, parts, size, _gap(kind, mtbf_of(kind, scenario)))
-    for hit in hits:
-        yield kind, hit
+        return _of_file(kind, scenario, rng)
+    if kind.has_lives:
+        return _lives(kind, scenario, rng)
+    return _gaps(kind, scenario, rng)
 
 
-def _of_list(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[_Hit]:
+def _of_file(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
     nodes = scenario.cluster.nodes
     for entry in scenario.listed[kind.name]:
         node = None if entry.node is None else entry.node % nodes
         if entry.node is None and entry.group is None:
             node = rng.randrange(nodes)
-        yield _Hit(entry.time, node, 1, entry.group, entry.down_seconds)
+        of_fault: Kind | None = kind
+        if entry.fault is not None:
+            of_fault = as_fault(kind, entry.fault)
+        if of_fault is None:
+            continue
+        yield Failure(entry.time, of_fault, _UNDRAWN, node, 1, entry.group, entry.down_seconds)
 
 
-def _gap(kind: Kind, mean: float) -> Length:
-    if kind.spacing == "even":
-        return Constant(mean)
-    if kind.spacing == "uniform":
-        return Uniform(0.0, 2 * mean)
-    return Weibull(mean, kind.shape or 1.0)
+def as_fault(kind: Kind, fault: Fault) -> Kind | None:
+    """Return the kind with the effect of a chaos fault; None if the fault costs nothing."""
+    effect = effect_of(fault)
+    if effect is None:
+        return None
+    if not isinstance(fault, SlowRank):
+        return msgspec.structs.replace(kind, effect=effect)
+    return msgspec.structs.replace(kind, effect="slow", factor=fault.factor, found_after=fault.seconds, leaves=False)
 
 
-def _gaps(rng: random.Random, parts: range, size: int, gap: Length) -> Iterator[_Hit]:
+def groups_hit(failure: Failure, groups: int, group_nodes: int) -> dict[int, int]:
+    """Return the groups that a failure hits, and how many nodes of each.
+
+    Args:
+        groups: of the job.
+        group_nodes: nodes of a group; the first group has the first nodes.
+    """
+    if failure.kind.scope == "job":
+        return dict.fromkeys(range(groups), 0)
+    if failure.group is not None:
+        return {failure.group % groups: 1}
+    assert failure.node is not None, "a failure hits a node, a group or the job"
+    last = min(failure.node + failure.nodes, groups * group_nodes)
+    return dict(Counter(node // group_nodes for node in range(failure.node, last)))
+
+
+def _gaps(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
     """Yield failures at the gaps of the whole cluster, each of any part."""
+    gaps: dict[Spacing | None, Length] = {
+        "memoryless": Weibull(1.0),
+        "even": Constant(1.0),
+        "uniform": Uniform(0.0, 2.0),
+        "weibull": Weibull(1.0, kind.shape or 1.0),
+    }
+    mean, gap = mtbf_of(kind, scenario), gaps[kind.spacing]
+    parts, size = scenario.parts_of(kind), scenario.nodes_of(kind)
     now = 0.0
     while True:
-        now += gap.draw(rng.random())
-        yield _Hit(now, rng.choice(parts) * size, size)
+        now += mean * gap.draw(rng.random())
+        yield Failure(now, kind, _UNDRAWN, rng.choice(parts) * size, size)
 
 
-def _lives(rng: random.Random, parts: range, size: int, life: Length, age: float) -> Iterator[_Hit]:
-    """Yield the ends of the parts' lives; each is as good as new after one. At the start they have run for `age`."""
+def _lives(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
+    """Yield the ends of the parts' lives; each part is as good as new afterwards. All begin at the age `kind.age`."""
+    life = Weibull(mtbf_of_each(kind), kind.shape or 1.0)
+    size = scenario.nodes_of(kind)
     heap: list[tuple[float, int]] = []
-    for part in parts:
+    for part in scenario.parts_of(kind):
         end = life.draw(rng.random())
-        while end <= age:
+        while end <= kind.age:
             end += life.draw(rng.random())
-        heap.append((end - age, part))
+        heap.append((end - kind.age, part))
     heapq.heapify(heap)
     while True:
         now, part = heap[0]
-        yield _Hit(now, part * size, size)
+        yield Failure(now, kind, _UNDRAWN, part * size, size)
         heapq.heapreplace(heap, (now + life.draw(rng.random()), part))
 
 
 # Rates
-
-
-def lives_of_its_own(kind: Kind) -> bool:
-    """True if each node or domain has a life of its own. Without memory that is the same as gaps of the whole."""
-    return kind.mtbf is None and kind.spacing == "weibull"
 
 
 def mtbf_of_each(kind: Kind) -> float:
@@ -149,14 +195,56 @@ def mtbf_of_each(kind: Kind) -> float:
 
 
 def mtbf_of(kind: Kind, scenario: Scenario) -> float:
-    """Return the mean time between the failures of a kind in the whole cluster, in seconds."""
+    """Return the mean time in seconds between the failures of a rate in the whole cluster."""
     if kind.mtbf is not None:
         return kind.mtbf
-    if kind.name in scenario.listed:
-        entries = scenario.listed[kind.name]
-        return (entries[-1].time or DAY) / len(entries)
+    return mtbf_of_each(kind) / len(scenario.parts_of(kind))
+
+
+def rates_of(kind: Kind, scenario: Scenario) -> dict[Kind, float]:
+    """Return how often failures come, per second in the scenario's days.
+
+    A rate has one kind. The faults of a trace or a plan have one for each of their effects.
+    """
+    seconds = scenario.days * DAY
+    found: Counter[Kind] = Counter()
     if kind.name in scenario.plans:
-        times = [shot.time for shot in itertools.islice(shots(scenario.plans[kind.name]), 500)]
-        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else scenario.days * DAY
-    size = scenario.domains[kind.domain] if kind.domain is not None else 1
-    return mtbf_of_each(kind) / -(-scenario.cluster.nodes // size)
+        plan = scenario.plans[kind.name]
+        for shot in itertools.islice(shots(plan), MAX_SHOTS):
+            time = plan.start_seconds + shot.time
+            if time > seconds:
+                break
+            of_fault = as_fault(kind, shot.fault)
+            if of_fault is not None:
+                found[of_fault] += 1
+            if shot.number == MAX_SHOTS - 1:
+                seconds = time
+    elif kind.name in scenario.listed:
+        for failure in _of_file(kind, scenario, random.Random(0)):
+            found[failure.kind] += failure.time <= seconds
+    elif kind.has_lives and kind.shape != 1.0:
+        return {kind: _rate_of_lives(kind, len(scenario.parts_of(kind)), seconds)}
+    else:
+        return {kind: 1 / mtbf_of(kind, scenario)}
+    return {each: number / seconds for each, number in found.items()}
+
+
+@lru_cache(maxsize=64)
+def _rate_of_lives(kind: Kind, parts: int, seconds: float) -> float:
+    """Return the mean rate of lives that age: of young nodes it is far from 1 / mean life.
+
+    At most 1,000 of the parts are drawn.
+    """
+    drawn_parts = min(parts, 1000)
+    life = Weibull(mtbf_of_each(kind), kind.shape or 1.0)
+    number = 0
+    for seed in range(SEEDS_OF_LIVES):
+        rng = random.Random(f"{seed}/{kind.name}/rate")
+        for _ in range(drawn_parts):
+            end = life.draw(rng.random())
+            while end <= kind.age:
+                end += life.draw(rng.random())
+            while end <= kind.age + seconds:
+                number += 1
+                end += life.draw(rng.random())
+    return number / SEEDS_OF_LIVES / drawn_parts * parts / seconds

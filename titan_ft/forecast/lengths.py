@@ -9,6 +9,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from statistics import NormalDist
 from typing import Protocol
@@ -56,9 +57,12 @@ class Weibull:
     mean: float
     shape: float = 1.0
 
+    @cached_property
+    def _scale(self) -> float:
+        return self.mean / math.gamma(1 + 1 / self.shape)
+
     def draw(self, luck: float) -> float:
-        scale = self.mean / math.gamma(1 + 1 / self.shape)
-        return scale * float((-math.log1p(-luck)) ** (1 / self.shape))
+        return self._scale * float((-math.log1p(-luck)) ** (1 / self.shape))
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,17 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read failures from files: chaos traces, and logs in the format that LANL has published; write chaos traces."""
+"""Read failures from files: chaos traces, and logs in the format that LANL has published."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from titan_ft.chaos.plan_file import COLUMNS, read_trace
-from titan_ft.config import ConfigError, unwritable
+from titan_ft.chaos.plan_file import read_trace
+from titan_ft.config import ConfigError
+from titan_ft.faults.fault import Fault
 
 LANL_COLUMNS = ("System", "nodenumz", "Prob Started", "Prob Fixed")
 """Of LA-UR-05-7318, https://www.lanl.gov/projects/ultrascale-systems-research-center/data/failure-data.php."""
@@ -23,34 +23,39 @@ class LoggedFailure:
     """One failure of a file.
 
     Attributes:
-        time: seconds since the file's first second, or since the schedule's start.
-        group: that it hit; None leaves it to luck.
-        node: that it hit, of a log of nodes.
+        time: seconds since the log's first failure, or since the trace's start.
+        fault: of a trace; None for a log.
+        group: the group that a trace names; None leaves it to luck.
+        node: the node of a log.
         down_seconds: until the node was mended; None if the file does not have it.
     """
 
     time: float
+    fault: Fault | None = None
     group: int | None = None
     node: int | None = None
     down_seconds: float | None = None
 
 
-def read_log(path: Path, system: int | None = None, *, is_lanl: bool = False) -> list[LoggedFailure]:
-    """Read a trace, or a log of LANL's, in order of time.
-
-    Args:
-        system: number of the system in LANL's log; None takes all.
+def read_faults(path: Path) -> list[LoggedFailure]:
+    """Read a chaos trace, in order of time.
 
     Raises:
         ConfigError: the file cannot be read, or a line of it is wrong; names the line.
     """
-    if is_lanl:
-        return _read_lanl(path, system)
-    entries = [LoggedFailure(entry.at, entry.replica) for entry in read_trace(path)]
-    return sorted(entries, key=lambda entry: entry.time)
+    found = [LoggedFailure(entry.at, entry.fault, entry.replica) for entry in read_trace(path)]
+    return sorted(found, key=lambda each: each.time)
 
 
-def _read_lanl(path: Path, system: int | None) -> list[LoggedFailure]:
+def read_lanl(path: Path, system: int | None = None) -> list[LoggedFailure]:
+    """Read a log in LANL's format, in order of time.
+
+    Args:
+        system: number of the system in the log; None takes all.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line of it is wrong; names the line.
+    """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -64,13 +69,14 @@ def _read_lanl(path: Path, system: int | None) -> list[LoggedFailure]:
     found = [
         _lanl_failure(f"{path.name}:{rows.line_num}", row)
         for row in rows
-        if system is None or row["System"].strip() == str(system)
+        if system is None or (row["System"] or "").strip() == str(system)
     ]
     if not found:
-        raise ConfigError(f"{path.name} must hold a failure of system {system}, got none; give another system")
+        of_system = "" if system is None else f" of system {system}"
+        raise ConfigError(f"{path.name} must hold a failure{of_system}, got none; give another log or system")
     found.sort(key=lambda each: each[0])
     first = found[0][0]
-    return [LoggedFailure((start - first).total_seconds(), None, node, down) for start, node, down in found]
+    return [LoggedFailure((start - first).total_seconds(), node=node, down_seconds=down) for start, node, down in found]
 
 
 def _lanl_failure(name: str, row: dict[str, str]) -> tuple[datetime, int, float | None]:
@@ -81,27 +87,6 @@ def _lanl_failure(name: str, row: dict[str, str]) -> tuple[datetime, int, float 
         end = datetime.strptime(fixed, _LANL_TIME).replace(tzinfo=UTC) if fixed else None
     except (AttributeError, TypeError, ValueError) as error:
         rule = "must have a node's number and times such as 6/21/2005 10:54"
-        raise ConfigError(
-            f"{name} {rule}, got {row.get('nodenumz')!r}, {row.get('Prob Started')!r}; correct it"
-        ) from error
+        got = f"{row.get('nodenumz')!r}, {row.get('Prob Started')!r}, {row.get('Prob Fixed')!r}"
+        raise ConfigError(f"{name} {rule}, got {got}; correct it") from error
     return start, node, None if end is None else max(0.0, (end - start).total_seconds())
-
-
-def write_trace(path: Path, lines: Iterable[tuple[float, str, int | None, str]], notes: Iterable[str] = ()) -> int:
-    """Write failures as a chaos trace: seconds, fault, group, parameters. Return how many there are.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    rows = list(_rows(lines))
-    text = "\n".join([*(f"# {note}" for note in notes), ",".join(COLUMNS), *rows])
-    try:
-        path.write_text(f"{text}\n")
-    except OSError as error:
-        raise unwritable("--trace-out", path, error) from error
-    return len(rows)
-
-
-def _rows(lines: Iterable[tuple[float, str, int | None, str]]) -> Iterator[str]:
-    for time, fault, group, params in lines:
-        yield f"{time!r},{fault},{'' if group is None else group},{params}"

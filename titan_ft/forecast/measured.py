@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -22,6 +22,7 @@ from statistics import fmean
 from titan_ft.forecast.lengths import Fit, Samples, fit_weibull
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.timing.incidents import Failure, find_failures
+from titan_ft.run.events import StepCommitted
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ class Measured:
     """Of the gaps between failures."""
     seconds: float
     kinds: dict[str, int] = field(default_factory=dict)
-    """Failures by what ended the group."""
+    """Failures by their cause."""
+    stalls: dict[str, Samples] = field(default_factory=dict)
+    """The stalls by the cause of the first death in the step."""
 
     @property
     def pressure(self) -> float:
@@ -79,6 +82,9 @@ class Measured:
         ):
             if samples is not None:
                 found.append(Observation(name, f"{samples.mean:.3g} s", samples.number, samples.censored))
+        if len(self.stalls) > 1:
+            for cause, samples in sorted(self.stalls.items()):
+                found.append(Observation(f"stall of {cause} alone", f"{samples.mean:.3g} s", samples.number))
         if self.mtbf is not None:
             found.append(Observation("time between failures", f"{self.mtbf:.3g} s", sum(self.kinds.values())))
         if self.fit is not None:
@@ -89,28 +95,51 @@ class Measured:
 
 @dataclass
 class _Step:
-    begin: float
+    """One step of a record.
+
+    Attributes:
+        absent: groups that were away for all of it.
+        deaths: causes of the groups that died in it.
+        returns: groups that returned in it.
+    """
+
     seconds: float
     absent: int
-    deaths: int
+    deaths: list[str]
     returns: int
+
+    @property
+    def is_calm(self) -> bool:
+        return not (self.absent or self.deaths or self.returns)
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if groups were away and nothing else happened."""
+        return bool(self.absent) and not (self.deaths or self.returns)
 
 
 @dataclass
 class _Found:
-    """What the records of several runs show together."""
+    """The observations in the records of several runs."""
 
-    steps: list[_Step] = field(default_factory=list)
+    calm: list[float] = field(default_factory=list)
+    absences: list[tuple[int, float]] = field(default_factory=list)
+    """Of each step with groups away and nothing else: how many, and by how much it was longer than a calm one."""
+    steps: list[tuple[_Step, float]] = field(default_factory=list)
+    """All steps, each with the calm step of its record."""
+    stalls_cut: list[float] = field(default_factory=list)
     away: list[float] = field(default_factory=list)
-    cut: list[float] = field(default_factory=list)
+    away_cut: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     last_gaps: list[float] = field(default_factory=list)
-    kinds: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    kinds: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
 
 def measure(records: Sequence[RunRecord], until: float | None = None) -> Measured | None:
-    """Return what the records show; None if they hold no two steps.
+    """Return the costs that the records show; None if none of them holds two steps.
+
+    Each step is compared with the calm steps of its own record: two runs may have different steps.
 
     Args:
         until: Unix seconds after which nothing counts, of one record: to predict its rest.
@@ -118,31 +147,37 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
     found = _Found()
     for record in records:
         _look(record, found, until)
-    calm = [step.seconds for step in found.steps if not (step.absent or step.deaths or step.returns)]
     if not found.steps:
         return None
-    usual = fmean(calm) if calm else min(step.seconds for step in found.steps)
-    quiet = [step for step in found.steps if step.absent and not (step.deaths or step.returns)]
-    drag = _slope([(step.absent, step.seconds - usual) for step in quiet])
-    stalls = [_late(step, usual, drag) for step in found.steps if step.deaths]
-    rejoins = [_late(step, usual, drag) for step in found.steps if step.returns and not step.deaths]
-    number = sum(found.kinds.values())
+    calm = found.calm or [min(step.seconds for step, _ in found.steps)]
+    drag = _slope(found.absences)
+    stalls: dict[str, list[float]] = defaultdict(list)
+    rejoins = []
+    for step, usual in found.steps:
+        late = step.seconds - usual - drag * step.absent
+        if step.deaths:
+            stalls[step.deaths[0]].append(late)
+        elif step.returns:
+            rejoins.append(late)
+    all_stalls = [late for of_cause in stalls.values() for late in of_cause]
+    number = found.kinds.total()
     tenth = max(1, len(calm) // 10)
     pace = tuple(fmean(calm[place : place + tenth]) for place in range(0, len(calm) - tenth + 1, tenth))
     return Measured(
-        step=usual,
-        num_steps=len(calm),
+        step=fmean(calm),
+        num_steps=len(found.calm),
         groups=max(record.group_size or len(record.groups) for record in records),
         drag=drag,
-        num_away=len(quiet),
-        stall=Samples(stalls) if stalls else None,
-        away=Samples(found.away, found.cut) if found.away else None,
+        num_away=len(found.absences),
+        stall=Samples(all_stalls, found.stalls_cut) if all_stalls else None,
+        away=Samples(found.away, found.away_cut) if found.away else None,
         rejoin=Samples(rejoins) if rejoins else None,
-        pace=pace or (usual,),
+        pace=pace,
         mtbf=found.seconds / number if number else None,
         fit=fit_weibull(found.gaps, found.last_gaps),
         seconds=found.seconds,
         kinds=dict(found.kinds),
+        stalls={cause: Samples(of_cause) for cause, of_cause in stalls.items()},
     )
 
 
@@ -165,10 +200,6 @@ def resample(measured: Measured, seed: int) -> Measured:
     )
 
 
-def _late(step: _Step, usual: float, drag: float) -> float:
-    return step.seconds - usual - drag * step.absent
-
-
 def _slope(points: Iterable[tuple[int, float]]) -> float:
     """Return the slope of the line through zero that fits points best, not below 0."""
     points = list(points)
@@ -177,42 +208,63 @@ def _slope(points: Iterable[tuple[int, float]]) -> float:
 
 
 def _look(record: RunRecord, found: _Found, until: float | None) -> None:
+    """Add the observations of one record."""
     commits = [event for _, event in sorted(record.first_commits.items())]
     commits = [event for event in commits if until is None or event.time <= until]
     if len(commits) < 2:
         return
     first, last = commits[0].time, commits[-1].time
-    size = record.group_size or len(record.groups)
-    failures = [each for each in find_failures(record) if each.away and first <= each.time <= last]
+    end = until or record.events[-1].time
+    failures = [each for each in find_failures(record) if each.away and first <= each.time <= end]
+    is_stalled = any(each.time > last for each in failures)
+    if not is_stalled:
+        end = last  # a run goes on for a while after its last step, to save and to leave
+    steps = _steps_of(commits, failures, record.group_size or len(record.groups))
+    calm = [step.seconds for step in steps if step.is_calm]
+    usual = fmean(calm) if calm else min((step.seconds for step in steps), default=0.0)
+    found.calm += calm
+    found.steps += [(step, usual) for step in steps]
+    found.absences += [(step.absent, step.seconds - usual) for step in steps if step.is_quiet]
+    if is_stalled:
+        found.stalls_cut.append(max(0.0, end - last - usual))
+    ends = [event.time for event in commits]
+    for failure in failures:
+        found.kinds[failure.cause] += 1
+        _look_at_return(failure, failures, ends, end, found)
+    times = [first, *(each.time for each in failures)]
+    found.gaps += [after - before for before, after in pairwise(times)]
+    found.last_gaps.append(end - times[-1])
+    found.seconds += end - first
+
+
+def _steps_of(commits: Sequence[StepCommitted], failures: Sequence[Failure], size: int) -> list[_Step]:
+    """Return the steps between commits that follow each other."""
+    steps = []
     for before, after in pairwise(commits):
         if after.step != before.step + 1:
             continue
-        deaths = sum(before.time < each.time <= after.time for each in failures)
+        deaths = [each.cause for each in failures if before.time < each.time <= after.time]
         returns = len(set(after.participants) - set(before.participants))
-        absent = max(0, size - len(after.participants) - deaths)
-        found.steps.append(_Step(before.time, after.time - before.time, absent, deaths, returns))
-    ends = [event.time for event in commits]
-    for failure in failures:
-        found.kinds[failure.cause] = found.kinds.get(failure.cause, 0) + 1
-        _look_at_return(failure, failures, ends, found)
-    times = [first, *(each.time for each in failures)]
-    found.gaps += [after - before for before, after in pairwise(times)]
-    found.last_gaps.append(last - times[-1])
-    found.seconds += last - first
+        absent = max(0, size - len(after.participants) - len(deaths))
+        steps.append(_Step(after.time - before.time, absent, deaths, returns))
+    return steps
 
 
-def _look_at_return(failure: Failure, failures: Sequence[Failure], ends: Sequence[float], found: _Found) -> None:
+def _look_at_return(
+    failure: Failure, failures: Sequence[Failure], ends: Sequence[float], end: float, found: _Found
+) -> None:
     """Note how long a group was away until it could join: half a step before the begin of the step that it joined.
 
     Args:
         ends: when the steps were committed; each is the begin of the next.
+        end: of the record.
     """
     back = None if failure.rejoin_seconds is None else failure.time + failure.rejoin_seconds
     again = (other.time for other in failures if other.replica == failure.replica and other.time > failure.time)
-    end = min([ends[-1], *again])
+    end = min([end, *again])
     joined = 0 if back is None else bisect_right(ends, back) - 1
     if back is None or back > end or joined < 2:
-        found.cut.append(max(0.0, end - failure.time))
+        found.away_cut.append(max(0.0, end - failure.time))
         return
     half = (ends[joined - 1] - ends[joined - 2]) / 2
     found.away.append(max(0.0, ends[joined - 1] - half - failure.time))

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 
 from titan_ft.config import unwritable
-from titan_ft.forecast.candidate import Candidate, broken_nodes, estimate, standbys
-from titan_ft.forecast.choice import Case, Forecast, name_of, scaled, sensitivity
+from titan_ft.forecast.candidate import Candidate
+from titan_ft.forecast.choice import Case, Forecast, scaled, sensitivity
+from titan_ft.forecast.closed_forms import estimate, standbys
 from titan_ft.forecast.lengths import fit_weibull
 from titan_ft.forecast.logs import LoggedFailure
 from titan_ft.forecast.measured import Measured
-from titan_ft.forecast.simulation import PARTS
-from titan_ft.forecast.table import NAMES, NOTES, case_notes, money_lost, notes_of, observation_rows, percentages
+from titan_ft.forecast.table import NOTES, case_cells, case_columns, case_notes, observation_rows
 from titan_ft.history.report.layers import Axis, Band, Chart, Layer, Line
 from titan_ft.history.report.page import fill
 from titan_ft.history.report.style import STATES
@@ -43,8 +43,16 @@ def write_page(folder: Path, cases: Sequence[Case], measured: Measured | None, s
         draw_charts(first),
         folder=Path(__file__).parent,
         title=f"Forecast of {source}",
-        cases=[_case_rows(case) for case in cases],
-        parts_columns=[f"#{NAMES[name]}" for name in PARTS],
+        cases=[
+            {
+                "title": case.title,
+                "advice": case.advice,
+                "notes": case_notes(case),
+                "head": [name if name in ("candidate", "notes") else f"#{name}" for name in case_columns(case)],
+                "rows": case_cells(case),
+            }
+            for case in cases
+        ],
         sensitivities=[
             (name, *(f"{100 * value:.2f} %" for value in values))
             for name, *values in (sensitivity(first.forecasts[0].candidate) if first.forecasts else [])
@@ -59,23 +67,6 @@ def write_page(folder: Path, cases: Sequence[Case], measured: Measured | None, s
     except OSError as error:
         raise unwritable("--out", folder, error) from error
     return folder / "index.html"
-
-
-def _case_rows(case: Case) -> dict[str, object]:
-    rows = []
-    for each in case.forecasts:
-        shares = percentages(each.shares()) if each.accounts else None
-        low, high = each.spread() if each.accounts else (each.estimate, each.estimate)
-        cells = [
-            f"{100 * each.effective:.2f} %",
-            f"{100 * low:.1f} to {100 * high:.1f} %" if each.accounts else "closed forms",
-            *("" if shares is None else f"{shares[name]:.1f}" for name in PARTS),
-            f"{each.lost_gpu_hours:,.0f}",
-            f"{money_lost(each):,.0f}" if money_lost(each) else "",
-        ]
-        rows.append({"name": name_of(each), "cells": cells, "notes": "; ".join(notes_of(each))})
-    title = ", ".join(f"{name} = {value}" for name, value in case.circumstances.items())
-    return {"title": title, "advice": case.advice, "notes": case_notes(case), "rows": rows}
 
 
 def _inputs(case: Case) -> list[tuple[str, str]]:
@@ -97,10 +88,11 @@ def _inputs(case: Case) -> list[tuple[str, str]]:
         ),
     ]
     for kind in scenario.failures:
-        values = {name: value for name, value in msgspec.structs.asdict(kind).items() if value not in (None, 0.0, "")}
-        rows.append(
-            (f"failures: {kind.name}", ", ".join(f"{key} {value}" for key, value in values.items() if key != "name"))
-        )
+        given = []
+        for name, value in msgspec.structs.asdict(kind).items():
+            if name != "name" and value not in (None, 0.0):
+                given.append(f"{name} {value}")
+        rows.append((f"failures: {kind.name}", ", ".join(given)))
         if kind.name in scenario.listed:
             rows.append((f"gaps between the failures of {kind.name}", _describe_fit(scenario.listed[kind.name])))
     return rows
@@ -155,7 +147,7 @@ def _over_mtbf(forecasts: Sequence[Forecast]) -> Chart:
     layers: list[Layer] = []
     for colour, each in zip(COLOURS, best.values(), strict=False):
         values = [estimate(scaled(each.candidate, "time between failures", factor)) for factor in FACTORS]
-        layers.append(_line(FACTORS, values, each.candidate.describe(), colour, "times the time between failures"))
+        layers.append(_line(FACTORS, values, each.candidate.shape, colour, "times the time between failures"))
     ticks = {2.0**power: f"{2.0**power:g}" for power in range(-4, 5)}
     axis = Axis("times the scenario's time between failures", kind="log", ticks=ticks)
     caption = "Effective training time in %, by closed forms: the best shape of each strategy."
@@ -163,16 +155,12 @@ def _over_mtbf(forecasts: Sequence[Forecast]) -> Chart:
 
 
 def _over_spares(candidate: Candidate) -> Chart | None:
-    expected = broken_nodes(candidate)
+    expected = candidate.rates.broken_nodes
     if candidate.spares is None or not expected:
         return None
     knee = standbys(expected)
     numbers = sorted({round(knee * eighth / 8) for eighth in range(17)})
-    values = []
-    for number in numbers:
-        cluster = msgspec.structs.replace(candidate.scenario.cluster, spare_nodes=number)
-        scenario = msgspec.structs.replace(candidate.scenario, cluster=cluster)
-        values.append(estimate(replace(candidate, scenario=scenario)))
+    values = [estimate(replace(candidate, spares=number)) for number in numbers]
     layers = [_line([float(number) for number in numbers], values, "", COLOURS[0], "spare nodes")]
     caption = f"Effective training time in %, by closed forms. 99 % of the time {knee} nodes at most are being mended."
     return Chart("spares", "Spare nodes", caption, Axis("spare nodes"), Axis(), layers)

@@ -15,7 +15,8 @@ import tomli
 from msgspec import Struct
 
 from titan_ft.faults.schema import convert
-from titan_ft.forecast.candidate import Candidate, make_candidates, standbys, stop_rate
+from titan_ft.forecast.candidate import Candidate, make_candidates
+from titan_ft.forecast.closed_forms import standbys
 from titan_ft.forecast.scenario import read_scenarios
 from titan_ft.forecast.simulation import Account, simulate
 
@@ -114,5 +115,5 @@ def _figure(case: PublishedCase, name: str, candidate: Candidate | None, runs: S
         return sum(standbys(mean) for mean in case.means)
     assert candidate is not None, "every other figure is of a scenario"
     if name == "mtbf_hours":
-        return 1 / stop_rate(candidate) / 3600
+        return 1 / (candidate.rates.deaths + candidate.rates.job) / 3600
     return fmean(_OF_RUNS[name](run) for run in runs)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read a scenario from TOML: the cluster, its failures, the job, and the strategies to compare. A list is swept."""
+"""Read a scenario from TOML: the cluster, its failures, the job, the strategies to compare. Each list is swept."""
 
 from __future__ import annotations
 
@@ -17,22 +17,33 @@ from msgspec import Meta, Struct
 from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.plan_file import load_plan
 from titan_ft.config import ConfigError, load_toml
-from titan_ft.faults.schema import NonNegativeInt, NonNegativeNumber, PositiveInt, PositiveNumber, check_keys, convert
+from titan_ft.faults.schema import NonNegativeInt, NonNegativeNumber, PositiveNumber, check_keys, convert
 from titan_ft.forecast.lengths import Constant, Length, LogNormal
-from titan_ft.forecast.logs import LoggedFailure, read_log
+from titan_ft.forecast.logs import LoggedFailure, read_faults, read_lanl
 
 DAY = 86400.0
+LONGEST = 1e10
+"""Seconds; beyond that, powers and sums of lengths overflow."""
 MAX_CASES = 2000
+MAX_EVENTS = 10_000_000
+"""Events of one simulated run; so many take about a minute."""
 _UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": DAY}
 _LENGTH = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 _A_LENGTH = 'a length of time, such as 20 (seconds) or "18 min"'
+_UNITS_TEXT = "units: ms, s, min, h, d; at most 1e10 s"
 
-Seconds = Annotated[float, Meta(ge=0, title=_A_LENGTH, description="units: ms, s, min, h, d")]
-SomeSeconds = Annotated[float, Meta(gt=0, title=f"{_A_LENGTH}, > 0", description="units: ms, s, min, h, d")]
+Seconds = Annotated[float, Meta(ge=0, le=LONGEST, title=_A_LENGTH, description=_UNITS_TEXT)]
+SomeSeconds = Annotated[float, Meta(ge=0.001, le=LONGEST, title=f"{_A_LENGTH}, >= 1 ms", description=_UNITS_TEXT)]
+Count = Annotated[int, Meta(ge=1, le=10_000_000, title="a whole number from 1 to 10,000,000")]
+CountOrNone = Annotated[int, Meta(ge=0, le=10_000_000, title="a whole number from 0 to 10,000,000")]
 Share = Annotated[float, Meta(ge=0, le=1, title="a share from 0 to 1")]
-Factor = Annotated[float, Meta(ge=1, title="a factor >= 1")]
+Factor = Annotated[float, Meta(ge=1, le=1000, title="a factor from 1 to 1000")]
+Shape = Annotated[float, Meta(ge=0.1, le=100, title="a number from 0.1 to 100")]
 T = TypeVar("T", bound=Struct)
 Strategy = Literal["restart", "groups", "rounds"]
+Effect = Literal["stop", "drain", "slow", "corrupt"]
+Spacing = Literal["memoryless", "even", "uniform", "weibull"]
+SPACINGS = ", ".join(get_args(Spacing))
 
 
 class Spread(Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,39 +56,44 @@ class Spread(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _AMOUNT = Meta(
-    title=f"{_A_LENGTH}, a table of base and per_gpu, or one of median and p99 (>= median)",
+    title=f"{_A_LENGTH}, a table of base and per_gpu, or one of median and p99 (1 to 1000 times median)",
     description='for example {median = "6 h", p99 = "2 d"}',
 )
 Amount = Annotated[Seconds | Spread, _AMOUNT]
 
 
 def to_length(name: str, amount: float | Spread, gpus: int) -> Length:
-    """Return the length that an amount is for a group of so many GPUs."""
+    """Return the length for a group of so many GPUs."""
     if not isinstance(amount, Spread):
         return Constant(amount)
-    if (amount.median is None) != (amount.p99 is None) or (amount.p99 or 0.0) < (amount.median or 0.0):
-        raise ConfigError(f"{name} must be {_AMOUNT.title}, got {amount}; {_AMOUNT.description}")
-    if amount.median is not None and amount.p99 is not None:
-        return LogNormal(amount.median, amount.p99)
-    return Constant(amount.base + amount.per_gpu * gpus)
+    if amount.median is None and amount.p99 is None:
+        return Constant(amount.base + amount.per_gpu * gpus)
+    median, p99 = amount.median or 0.0, amount.p99 or 0.0
+    is_mixed = amount.base > 0 or amount.per_gpu > 0
+    if is_mixed or not 0 < median <= p99 <= 1000 * median:
+        given = ", ".join(f"{name} = {value:g}" for name, value in msgspec.structs.asdict(amount).items() if value)
+        raise ConfigError(f"{name} must be {_AMOUNT.title}, got {{{given}}}; {_AMOUNT.description}")
+    return LogNormal(median, p99)
 
 
 class Domain(Struct, frozen=True):
     """Nodes that fail together, such as those of a rack."""
 
     name: str
-    nodes: PositiveInt
+    nodes: Count
 
 
 class Cluster(Struct, frozen=True):
-    gpus: Annotated[PositiveInt, Meta(description="give the GPUs that train; spares are beside them")]
-    gpus_per_node: PositiveInt
+    gpus: Annotated[Count, Meta(description="give the GPUs that train; spares are beside them")]
+    gpus_per_node: Count
     price_per_gpu_hour: NonNegativeNumber = 0.0
-    spare_nodes: (
-        Annotated[NonNegativeInt, Meta(description="leave it out if there is always a node to take")] | None
-    ) = None
+    spare_nodes: Annotated[CountOrNone, Meta(description="leave it out if there is always a node to take")] | None = (
+        None
+    )
     gpu_memory_gb: PositiveNumber | None = None
-    domain: list[Any] = []
+    domain: Annotated[
+        list[Any], Meta(title="an array of tables", description="write [[cluster.domain]] above each")
+    ] = []
 
     @property
     def nodes(self) -> int:
@@ -85,82 +101,119 @@ class Cluster(Struct, frozen=True):
 
 
 _RATES = ("per_1000_node_days", "mtbf", "mtbf_of_each", "trace", "log", "chaos")
-Spacing = Literal["memoryless", "even", "uniform", "weibull"]
 
 
 class Kind(Struct, frozen=True, kw_only=True):
     """One kind of failure: how often, how spaced, what it hits, what it does."""
 
     name: str
-    per_1000_node_days: PositiveNumber | None = None
+    per_1000_node_days: Annotated[float, Meta(gt=0, le=1e6, title="a number > 0, at most 1e6")] | None = None
     mtbf: SomeSeconds | None = None
     """Of the whole cluster."""
     mtbf_of_each: SomeSeconds | None = None
     """Of one node, or of one domain."""
     trace: str | None = None
-    """A CSV file with the columns of a chaos trace; its targets are groups."""
+    """A CSV file with the columns of a chaos trace: its faults hit its groups."""
     log: str | None = None
-    """A CSV file in LANL's format; its nodes are the cluster's."""
+    """A CSV file in LANL's format: its nodes are the cluster's, modulo their number."""
     system: NonNegativeInt | None = None
     """Of the log; all systems when left out."""
     chaos: str | None = None
     """A chaos plan: its schedule, its choice of groups, its limits."""
     seed: NonNegativeInt | None = None
     """Of the chaos plan; its own when left out."""
-    spacing: Annotated[Spacing, Meta(title=f"one of {', '.join(get_args(Spacing))}", description="set it")] | None = (
-        None
-    )
+    spacing: Annotated[Spacing, Meta(title=f"one of {SPACINGS}", description="set it")] | None = None
     """Of a rate. "even" puts the failures of the whole cluster at equal gaps, "uniform" at gaps from 0 to twice the
-    mean; "weibull" gives each node its own life if the rate is that of a node, else the gaps of the whole cluster."""
-    shape: PositiveNumber | None = None
+    mean. "weibull" gives each node a life of its own if the rate is that of a node, else the gaps of the cluster."""
+    shape: Shape | None = None
     age: Seconds = 0.0
-    """So long the nodes have run at the start; with shape < 1 young ones fail more."""
-    first_node: NonNegativeInt = 0
+    """Age of the nodes at the start; with shape < 1 young nodes fail more."""
+    first_node: CountOrNone = 0
     """Nodes below it are never hit."""
     domain: str | None = None
-    scope: Literal["node", "domain", "job"] = "node"
-    effect: Literal["stop", "slow", "corrupt"] = "stop"
-    """"slow": a straggler until it is found. "corrupt": wrong numbers until they are found, then a heal, or with
-    restarts a roll-back to a checkpoint before them."""
+    """Each failure hits a whole one of these; a node when left out."""
+    scope: Annotated[Literal["node", "job"], Meta(title='"node" or "job"', description="with domain leave it out")] = (
+        "node"
+    )
+    effect: Annotated[
+        Effect, Meta(title=f"one of {', '.join(get_args(Effect))}", description="stop is the default")
+    ] = "stop"
+    """"drain": the group leaves in order. "slow": a straggler until it is found. "corrupt": wrong numbers until they
+    are found, then a heal, or with restarts a roll-back to a checkpoint before them."""
     factor: Factor = 1.0
     found_after: Seconds = 0.0
+    leaves: bool = True
+    """The group of a straggler that was found leaves in order; else it goes on at its usual speed."""
     breaks: Share = 0.0
     """The part that takes the node away until it is mended."""
     repair: Amount = 0.0
 
-    def __post_init__(self) -> None:
-        given = [name for name in _RATES if getattr(self, name) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) or "nothing"
-            raise ConfigError(f"mtbf must be alone of {', '.join(_RATES)}, got {got}; give one of them")
-        is_rate = given[0] in _RATES[:3]
-        if is_rate and self.spacing is None:
-            remedy = "44 % with even spacing are 57 % without memory"
-            raise ConfigError(f"spacing must be one of {', '.join(get_args(Spacing))}, got nothing; set it: {remedy}")
-        if not is_rate and self.spacing is not None:
-            raise ConfigError(f"spacing must be left out with {given[0]}, got {self.spacing!r}; remove it")
-        if (self.shape is None) != (self.spacing != "weibull"):
-            raise ConfigError(f'shape must come with spacing = "weibull", got {self.shape}; give both or neither')
-        if self.domain is not None:
-            msgspec.structs.force_setattr(self, "scope", "domain")
-        elif self.scope == "domain":
-            raise ConfigError('domain must be set with scope = "domain", got nothing; name one of cluster.domain')
-        if self.effect == "slow" and self.factor == 1.0:
-            raise ConfigError('factor must be > 1 with effect = "slow", got 1; set it')
+    @property
+    def source(self) -> str:
+        """Return the field that says how often, checked to be one."""
+        return next(name for name in _RATES if getattr(self, name) is not None)
+
+    @property
+    def has_lives(self) -> bool:
+        """True if each node or domain has a life of its own. Without memory that equals gaps of the whole cluster."""
+        return self.spacing == "weibull" and self.source in ("per_1000_node_days", "mtbf_of_each")
+
+
+def _check_kind(kind: Kind) -> None:
+    """Check the rules that tie the fields of a kind of failure to each other.
+
+    Raises:
+        ConfigError: the text begins with the name of a field.
+    """
+    given = [name for name in _RATES if getattr(kind, name) is not None]
+    if len(given) != 1:
+        got = " and ".join(given) or "nothing"
+        raise ConfigError(f"mtbf must be alone of {', '.join(_RATES)}, got {got}; give one of them")
+    is_rate = kind.source in _RATES[:3]
+    if is_rate and kind.spacing is None:
+        remedy = "44 % with even spacing are 57 % without memory"
+        raise ConfigError(f"spacing must be one of {SPACINGS}, got nothing; set it: {remedy}")
+    if (kind.shape is None) != (kind.spacing != "weibull"):
+        raise ConfigError(f'shape must come with spacing = "weibull", got {kind.shape}; give both or neither')
+    if kind.effect == "slow" and kind.factor == 1.0:
+        raise ConfigError('factor must be > 1 with effect = "slow", got 1; set it')
+    is_late = kind.effect in ("slow", "corrupt")
+    has_fault = kind.source in ("trace", "chaos")
+    useless = {
+        "spacing": (not is_rate, f"with {kind.source}"),
+        "system": (kind.log is None, "without log"),
+        "seed": (kind.chaos is None, "without chaos"),
+        "age": (not kind.has_lives, "without lives: a rate of each node, spacing = weibull"),
+        "first_node": (not is_rate or kind.scope == "job", f"with {kind.source} and scope = {kind.scope}"),
+        "domain": (not is_rate or kind.scope == "job", f"with {kind.source} and scope = {kind.scope}"),
+        "per_1000_node_days": (kind.domain is not None, "with domain: give mtbf_of_each, of one domain"),
+        "scope": (not is_rate, f"with {kind.source}"),
+        "effect": (has_fault, f"with {kind.source}, whose faults have theirs"),
+        "factor": (kind.effect != "slow", f"with effect = {kind.effect}"),
+        "leaves": (kind.effect != "slow", f"with effect = {kind.effect}"),
+        "found_after": (not is_late, f"with effect = {kind.effect}"),
+        "breaks": (kind.effect != "stop" or kind.scope == "job", f"with effect = {kind.effect}, scope = {kind.scope}"),
+        "repair": (kind.breaks == 0, "without breaks"),
+    }
+    defaults = Kind(name=kind.name)
+    for field, (is_useless, why) in useless.items():
+        value = getattr(kind, field)
+        if is_useless and value != getattr(defaults, field):
+            raise ConfigError(f"{field} must be left out {why}, got {value!r}; remove it")
 
 
 class Maintenance(Struct, frozen=True):
     """Nodes that are taken away in order, in turn: a drain, which stalls nobody."""
 
     every: SomeSeconds
-    nodes: PositiveInt
+    nodes: Count
     lasts: SomeSeconds
 
 
 class Job(Struct, frozen=True):
-    step: Annotated[SomeSeconds, Meta(description="give what a step takes without failures")]
-    groups: PositiveInt = 1
-    min_replica_size: PositiveInt = 1
+    step: Annotated[SomeSeconds, Meta(description="give the length of a step without failures")]
+    groups: Count = 1
+    min_replica_size: Count = 1
     config: str | None = None
     """A run's config, whose sizes bound the shape: memory of a GPU, the exchange."""
     overlap: Share = 0.6
@@ -171,8 +224,8 @@ class Job(Struct, frozen=True):
 class Checkpoint(Struct, frozen=True):
     save: Annotated[Seconds, Meta(description="give how long training stands still for a save")]
     interval: Annotated[
-        SomeSeconds | Literal["best"],
-        Meta(title='a length of time, or "best"', description="it counts computing, between saves"),
+        Annotated[float, Meta(ge=1, le=LONGEST)] | Literal["best"],
+        Meta(title='a length of time >= 1 s, or "best"', description="it counts computing, between saves"),
     ] = "best"
 
 
@@ -183,7 +236,7 @@ class Restart(Struct, frozen=True):
 
 
 class Groups(Struct, frozen=True):
-    """Groups that go on without each other. What is None comes from a run's record."""
+    """Groups that go on without each other. A cost that is None comes from a run's record."""
 
     stall: Amount | None = None
     """By how much a failure makes the others' next step late."""
@@ -200,7 +253,7 @@ class Groups(Struct, frozen=True):
 class Rounds(Struct, frozen=True):
     """Groups that meet every so many steps; a failure within a round stalls nobody."""
 
-    steps: PositiveInt
+    steps: Count
     exchange: Seconds = 0.0
     value_of_a_token: Annotated[PositiveNumber, Meta(description="1 says: as good as one of synchronous training")] = (
         1.0
@@ -237,6 +290,15 @@ class Scenario(Struct, frozen=True):
         ]
         return [name for name, table in tables if table is not None]
 
+    def nodes_of(self, kind: Kind) -> int:
+        """Return how many nodes a failure of this kind hits at once; those of the whole job count as one."""
+        return 1 if kind.domain is None else self.domains[kind.domain]
+
+    def parts_of(self, kind: Kind) -> range:
+        """Return the numbers of the nodes, or of the domains, that failures of this kind hit."""
+        size = self.nodes_of(kind)
+        return range(kind.first_node // size, -(-self.cluster.nodes // size))
+
 
 class _File(Struct):
     cluster: Annotated[Any, Meta(description="write [cluster]")]
@@ -251,7 +313,9 @@ class _File(Struct):
             description='"training" if failures come only while the job trains: 44 % can be 64 %',
         ),
     ]
-    days: Annotated[PositiveNumber, Meta(description="30 is the default")] = 30.0
+    days: Annotated[
+        float, Meta(gt=0, le=10_000, title="a number > 0, at most 10000", description="30 is the default")
+    ] = 30.0
     maintenance: Annotated[
         list[Any], Meta(title="an array of tables", description="write [[maintenance]] above each")
     ] = []
@@ -332,8 +396,15 @@ def _read_case(values: dict[str, Any], folder: Path, swept: dict[str, Any]) -> S
     kinds = tuple(convert(Kind, table, f"failure[{index}]") for index, table in enumerate(file.failure))
     domains = [convert(Domain, table, f"cluster.domain[{index}]") for index, table in enumerate(cluster.domain)]
     stops = [convert(Maintenance, table, f"maintenance[{index}]") for index, table in enumerate(file.maintenance)]
+    for index, domain in enumerate(domains):
+        if sum(each.name == domain.name for each in domains) > 1 and index:
+            raise ConfigError(f"cluster.domain[{index}].name must be unlike the others, got {domain.name!r}; change it")
     plans, listed = {}, {}
     for index, kind in enumerate(kinds):
+        try:
+            _check_kind(kind)
+        except ConfigError as error:
+            raise ConfigError(f"failure[{index}].{error}") from error
         if sum(each.name == kind.name for each in kinds) > 1:
             raise ConfigError(f"failure[{index}].name must be unlike the others, got {kind.name!r}; change it")
         if kind.domain is not None:
@@ -341,9 +412,10 @@ def _read_case(values: dict[str, Any], folder: Path, swept: dict[str, Any]) -> S
         if kind.chaos is not None:
             beside = folder / kind.chaos
             plans[kind.name] = load_plan(beside if beside.exists() else Path(kind.chaos), kind.seed)
-        named = kind.trace or kind.log
-        if named is not None:
-            listed[kind.name] = tuple(read_log(folder / named, kind.system, is_lanl=kind.log is not None))
+        if kind.trace is not None:
+            listed[kind.name] = tuple(read_faults(folder / kind.trace))
+        if kind.log is not None:
+            listed[kind.name] = tuple(read_lanl(folder / kind.log, kind.system))
     scenario = Scenario(
         cluster=cluster,
         failures=kinds,
@@ -381,6 +453,10 @@ def _check(scenario: Scenario) -> None:
         if kind.first_node >= cluster.nodes:
             rule = f"must be < the {cluster.nodes} nodes of the cluster"
             raise ConfigError(f"failure[{index}].first_node {rule}, got {kind.first_node}; lower it")
+        highest = max((each.group or 0 for each in scenario.listed.get(kind.name, ())), default=0)
+        if highest >= job.groups:
+            rule = f"must hit groups below job.groups ({job.groups})"
+            raise ConfigError(f"failure[{index}].trace {rule}, got {highest}; change either")
     if job.min_replica_size > job.groups:
         rule = f"must be <= job.groups ({job.groups})"
         raise ConfigError(f"job.min_replica_size {rule}, got {job.min_replica_size}; lower it")
@@ -390,3 +466,23 @@ def _check(scenario: Scenario) -> None:
         raise ConfigError("groups must be set with rounds, got nothing; write [groups]: stall and away are the same")
     if scenario.restart is not None and scenario.checkpoint is None:
         raise ConfigError("checkpoint must be set with restart, got nothing; write [checkpoint] with save")
+    number = _expected_events(scenario)
+    if number > MAX_EVENTS:
+        rule = f"must have {MAX_EVENTS:,} failures and checkpoints at most"
+        raise ConfigError(f"days {rule}, got about {number:.2g} in {scenario.days:g} days; lower days or a rate")
+
+
+def _expected_events(scenario: Scenario) -> float:
+    """Return about how many events a simulated run has beside its steps, for one that would never end."""
+    seconds = scenario.days * DAY
+    number = sum(seconds / stop.every for stop in scenario.maintenance)
+    for kind in scenario.failures:
+        if kind.mtbf is not None:
+            number += seconds / kind.mtbf
+        elif kind.source in _RATES[:3]:
+            each = kind.mtbf_of_each or 1000 * DAY / (kind.per_1000_node_days or 1.0)
+            number += (seconds + kind.age) / each * len(scenario.parts_of(kind))
+        if kind.effect == "corrupt" and scenario.checkpoint is not None:
+            interval = scenario.checkpoint.interval
+            number += seconds / (1.0 if interval == "best" else float(interval))
+    return number

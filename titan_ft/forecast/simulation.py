@@ -21,7 +21,7 @@ from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.schedule import GroupView, Injection, Refusal, Shot, View, aim, shots
 from titan_ft.faults.fault import Need
 from titan_ft.forecast.candidate import Candidate
-from titan_ft.forecast.failures import Failure, Luck, draw_failures
+from titan_ft.forecast.failures import Failure, Luck, as_fault, draw_failures, groups_hit
 from titan_ft.forecast.scenario import DAY, Kind, Maintenance, to_length
 
 PARTS = ("steps", "stall", "slower", "exchange", "checkpoints", "lost", "waiting", "away", "nodes")
@@ -30,10 +30,9 @@ are away and groups that return add to steps; "lost" was computed in vain; "wait
 min_replica_size; "nodes" is for nodes."""
 POLL_SECONDS = 0.1
 """So often a chaos runner tries again to inject a fault that was refused."""
-ENDS = ("killed", "left", "frozen", "hung")
-"""Outcomes of faults after which a group is away."""
 MAX_SAVES = 1000
 """Checkpoints to which wrong numbers that are found late may send a job back."""
+_USUAL_LUCK = Luck(0.0, 0.5, 0.5, 0.5, 0.5)
 Events = Generator[simpy.Event, Any, None]
 Commit = Callable[[float, frozenset[int]], None]
 """Called with the time of each step and the groups in it."""
@@ -106,13 +105,14 @@ class _Simulation:
         """Group-seconds in training."""
         self._free = candidate.spares or 0
         self._waiting: deque[_Group] = deque()
+        self._slow: dict[int, float] = {}
+        """Factors of the groups that have a straggler."""
         self._held = 0.0
         """Seconds in which the clock of failures stood, with clock = "training"."""
         self._idle_since: float | None = None
         self._resumed = self.env.event()
         self._end = self._due = self._paused = 0.0
         self._step_lost = self._interrupted = False
-        self._factors: list[float] = []
         self._saves: deque[tuple[float, float, float, int]] = deque([(0.0, 0.0, 0.0, 0)])
         """Of each checkpoint its time, and the useful seconds, contributions and steps in it."""
         self._unsaved = 0
@@ -193,7 +193,7 @@ class _Simulation:
     def _step_seconds(self) -> float:
         candidate = self.candidate
         away = candidate.groups - len(self._up)
-        slow = max(self._factors, default=1.0)
+        slow = max(self._slow.values()) if self._slow else 1.0
         return candidate.step * slow + candidate.exchange + candidate.costs.drag * away
 
     def _skip(self) -> Events:
@@ -294,58 +294,48 @@ class _Simulation:
                 return
 
     def _fail(self, seed: int) -> Events:
-        for failure in draw_failures(self.scenario, seed):
-            if failure.time > self.account.seconds:
-                return
+        for failure in draw_failures(self.scenario, seed, self.account.seconds):
             yield from self._until(failure.time)
             self._hit(failure)
 
     def _hit(self, failure: Failure) -> None:
-        groups = self._groups_of(failure)
+        groups = groups_hit(failure, self.candidate.groups, self.candidate.group_nodes)
         if not groups:
             return
         self.account.failures += 1
-        kind, luck = failure.kind, failure.luck
-        if kind.effect == "slow":
-            self.env.process(self._slow(kind, list(groups), luck))
+        for number, nodes in groups.items():
+            self._affect(self.groups[number], failure.kind, failure.luck, nodes, failure.repair_seconds)
+
+    def _affect(self, group: _Group, kind: Kind, luck: Luck, nodes: int, repair: float | None = None) -> None:
+        """Let a failure have its effect on one group.
+
+        Args:
+            nodes: how many of the group are hit.
+            repair: seconds until they are mended, where a log has it.
+        """
+        if kind.effect in ("slow", "corrupt"):
+            self.env.process(self._find(group, kind, luck))
             return
-        if kind.effect == "corrupt":
-            self.env.process(self._corrupt(kind, list(groups), luck))
-            return
-        is_broken = luck.breaks < kind.breaks
-        repair = failure.repair_seconds
         if repair is None:
             repair = self._repairs[kind.name].draw(luck.repair)
-        for number, nodes in groups.items():
-            self._stop(self.groups[number], nodes if is_broken else 0, repair, luck)
+        is_broken = luck.breaks < kind.breaks
+        self._stop(group, nodes if is_broken else 0, repair, luck, in_order=kind.effect == "drain")
 
-    def _groups_of(self, failure: Failure) -> dict[int, int]:
-        """Return the groups that a failure hits, and how many nodes of each."""
-        candidate = self.candidate
-        if failure.kind.scope == "job":
-            hit = dict.fromkeys(range(candidate.groups), 0)
-        elif failure.group is not None:
-            hit = {failure.group % candidate.groups: 1}
-        else:
-            assert failure.node is not None, "a failure hits a node, a group or the job"
-            last = min(failure.node + failure.nodes, candidate.groups * candidate.group_nodes)
-            hit = dict(Counter(node // candidate.group_nodes for node in range(failure.node, last)))
-        return hit
+    def _find(self, group: _Group, kind: Kind, luck: Luck) -> Events:
+        """Let a straggler slow all groups down, or wrong numbers go unseen, until they are found.
 
-    def _slow(self, kind: Kind, groups: list[int], luck: Luck) -> Events:
-        """Let a straggler slow all groups down until it is found, and its group leaves in order."""
-        self._factors.append(kind.factor)
+        Then the group leaves in order, and heals from the others. A job alone goes back to before its wrong numbers.
+        """
+        since, stops = self.env.now, group.stops
+        if kind.effect == "slow" and group.number in self._up:
+            self._slow[group.number] = kind.factor
         yield self.env.timeout(kind.found_after)
-        self._factors.remove(kind.factor)
-        for number in groups:
-            self._stop(self.groups[number], 0, 0.0, luck, in_order=True)
-
-    def _corrupt(self, kind: Kind, groups: list[int], luck: Luck) -> Events:
-        """Let wrong numbers go unseen for a while. A group heals from the others; a job alone goes back before them."""
-        since = self.env.now
-        yield self.env.timeout(kind.found_after)
-        for number in groups:
-            self._stop(self.groups[number], 0, 0.0, luck, in_order=True, good_until=since)
+        if group.stops != stops:
+            return  # another failure has ended the straggler, or the wrong numbers, before
+        self._slow.pop(group.number, None)
+        if kind.leaves:
+            good_until = since if kind.effect == "corrupt" else math.inf
+            self._stop(group, 0, 0.0, luck, in_order=True, good_until=good_until)
 
     def _maintain(self, stop: Maintenance) -> Events:
         first, total = 0, self.candidate.groups * self.candidate.group_nodes
@@ -354,7 +344,7 @@ class _Simulation:
             nodes = [(first + place) % total for place in range(min(stop.nodes, total))]
             first = (nodes[-1] + 1) % total
             for number, count in Counter(node // self.candidate.group_nodes for node in nodes).items():
-                self._stop(self.groups[number], count, stop.lasts, Luck(0.0, 0.5, 0.5, 0.5, 0.5), in_order=True)
+                self._stop(self.groups[number], count, stop.lasts, _USUAL_LUCK, in_order=True)
 
     def _shoot(self, kind: Kind, plan: Plan, seed: int) -> Events:
         """Carry out a chaos plan, as its runner does: the same shots at the same groups, within the same limits."""
@@ -379,13 +369,13 @@ class _Simulation:
         return View(groups, frozenset(Need))
 
     def _inject(self, kind: Kind, aimed: Injection, luck: Luck) -> None:
-        fault = aimed.shot.fault
+        of_fault = as_fault(kind, aimed.shot.fault)
         hit = [self.groups[target.replica] for target in aimed.targets if target.replica is not None]
-        if not hit or not (fault.takes_down or fault.outcome in ENDS):
-            return  # it costs no group: a lighthouse, a slow rank, a flipped bit that only a digest finds
+        if of_fault is None or not hit:
+            return
         self.account.failures += 1
         for group in hit:
-            self._stop(group, 0, 0.0, luck, in_order=fault.outcome == "left")
+            self._affect(group, of_fault, luck, 1)
 
     def _stop(
         self,
@@ -405,6 +395,7 @@ class _Simulation:
             good_until: checkpoints since then are worth nothing.
         """
         group.stops += 1
+        self._slow.pop(group.number, None)
         group.luck = luck
         self._ready.discard(group.number)
         if self.candidate.spares is not None and broken:
@@ -413,9 +404,8 @@ class _Simulation:
         self._enter(group, "nodes" if group.lacks else "away")
         if group.number in self._up:
             del self._up[group.number]
-            # A group that leaves in order saves before: nothing is lost, unless its numbers are wrong.
-            if not (self._up or self._ready or (in_order and good_until == math.inf)):
-                self._roll_back(good_until)
+            if not self._up and not self._ready:
+                self._lose_all(good_until, in_order=in_order)
             self._notice(luck, in_order=in_order)
         if not group.lacks:
             self.env.process(self._start(group, group.stops))
@@ -423,6 +413,14 @@ class _Simulation:
         if group not in self._waiting:
             self._waiting.append(group)
         self._hand_out()
+
+    def _lose_all(self, good_until: float, *, in_order: bool) -> None:
+        """Go back to a checkpoint. A last group that leaves in order saves before, unless its numbers are wrong."""
+        if in_order and good_until == math.inf and self.candidate.save_every:
+            self._saved()
+            self.account.restarts += 1
+        else:
+            self._roll_back(good_until)
 
     def _notice(self, luck: Luck, *, in_order: bool) -> None:
         """Let the others find out that a group is gone."""

@@ -34,9 +34,11 @@ class Sizes:
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
-        self._known: dict[str, dict[str, Any]] = {}
-        if cache.is_file():
+        self._known: dict[str, dict[str, Any]]
+        try:
             self._known = json.loads(cache.read_text())
+        except (OSError, ValueError):  # no file yet, or one that a full disk has cut: measure again
+            self._known = {}
 
     def bound(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the exchange that nothing hides.
@@ -62,17 +64,21 @@ class Sizes:
         path = find_config(Path(config))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else "none"
         key = f"{__version__}/{digest}/{groups}x{ranks}/{link_gbps}"
-        if key not in self._known:
-            self._known[key] = _measure(path, groups, ranks, link_gbps)
+        if key in self._known:
+            return self._known[key]
+        sizes, is_final = _measure(path, groups, ranks, link_gbps)
+        if is_final:
+            self._known[key] = sizes
             try:
                 self._cache.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(self._cache, json.dumps(self._known, indent=1).encode())
             except OSError as error:
                 raise unwritable("--out", self._cache.parent, error) from error
-        return self._known[key]
+        return sizes
 
 
-def _measure(config: Path, groups: int, ranks: int, link_gbps: float | None) -> dict[str, Any]:
+def _measure(config: Path, groups: int, ranks: int, link_gbps: float | None) -> tuple[dict[str, Any], bool]:
+    """Return the sizes, or why there are none; and whether another try would say the same."""
     words = [sys.executable, "-m", "titan_ft", "launch", str(config), "--dry-run", "--json", "--run-dir", "not-made"]
     words += ["--replicas", str(groups), "--ranks-per-replica", str(ranks)]
     if link_gbps is not None:
@@ -80,6 +86,7 @@ def _measure(config: Path, groups: int, ranks: int, link_gbps: float | None) -> 
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         sizes: dict[str, Any] = json.loads(done.stdout)
-        return sizes
+        return sizes, True
     lines = done.stderr.strip().splitlines() or ["it said nothing"]
-    return {"refused": lines[-1].removeprefix("titan-ft: ")}
+    # Status 2 is a configuration that cannot be; any other one, such as a missing torch, may pass.
+    return {"refused": lines[-1].removeprefix("titan-ft: ")}, done.returncode == 2

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.forecast.candidate import Candidate, broken_nodes, pressure, standbys
 from titan_ft.forecast.choice import Case, Forecast, sensitivity
+from titan_ft.forecast.closed_forms import find_doubts, standbys
 from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.published import Comparison
 from titan_ft.forecast.simulation import PARTS
@@ -51,47 +51,52 @@ def percentages(shares: Mapping[str, float], digits: int = 1) -> dict[str, float
     return {name: value / scale for name, value in whole.items()}
 
 
+def case_columns(case: Case) -> list[str]:
+    """Return the heads of a case's columns; parts of the time and money only where a candidate has some."""
+    money = ["money lost"] if any(each.lost_money for each in case.forecasts) else []
+    parts = [NAMES[name] for name in _parts(case)]
+    head = ["candidate", "spares", "effective", "one run"]
+    return [*head, *parts, "GPU-hours lost", *money, "useful / paid", "notes"]
+
+
+def case_cells(case: Case) -> list[list[str]]:
+    """Return the rows of a case under `case_columns`, the best candidate first."""
+    has_money = "money lost" in case_columns(case)
+    rows = []
+    for each in case.forecasts:
+        candidate = each.candidate
+        cells = [candidate.shape, "any" if candidate.spares is None else f"{candidate.spares}"]
+        if each.accounts:
+            low, high = each.spread()
+            shares = percentages(each.shares())
+            cells.append(f"{100 * each.effective:.2f} ±{100 * each.half_interval:.2f} %")
+            cells.append(f"{100 * low:.1f} to {100 * high:.1f} %")
+            cells += [f"{shares[name]:.1f}" for name in _parts(case)]
+        else:
+            cells += [f"{100 * each.estimate:.1f} %", "", *("" for _ in _parts(case))]
+        cells.append(f"{each.lost_gpu_hours:,.0f}")
+        if has_money:
+            cells.append(f"{each.lost_money:,.0f}")
+        rows.append([*cells, f"{100 * each.worth:.2f} %", "; ".join(notes_of(each))])
+    return rows
+
+
+def _parts(case: Case) -> list[str]:
+    """Return the parts of the time that a simulated candidate of the case has."""
+    shown = [percentages(each.shares()) for each in case.forecasts if each.accounts]
+    return [name for name in PARTS if any(shares[name] for shares in shown)]
+
+
 def case_table(case: Case) -> Table:
     """Return the table of a case: a row for each candidate, the best first."""
     from rich.table import Table
 
-    shown = [each for each in case.forecasts if each.accounts]
-    parts = [name for name in PARTS if any(percentages(each.shares())[name] for each in shown)]
-    has_price = any(each.candidate.scenario.cluster.price_per_gpu_hour for each in shown)
-    title = ", ".join(f"{name} = {value}" for name, value in case.circumstances.items())
-    table = Table(title=title or None, title_justify="left")
-    table.add_column("candidate")
-    columns = ["spares", "effective", "one run", *(NAMES[name] for name in parts), "GPU-hours lost"]
-    for column in [*columns, *(["money lost"] if has_price else []), "useful / paid"]:
-        table.add_column(column, justify="right")
-    table.add_column("notes")
-    for each in case.forecasts:
-        table.add_row(*_cells(each, parts, has_price=has_price))
+    table = Table(title=case.title or None, title_justify="left")
+    for column in case_columns(case):
+        table.add_column(column, justify="left" if column in ("candidate", "notes") else "right")
+    for cells in case_cells(case):
+        table.add_row(*cells)
     return table
-
-
-def _cells(forecast: Forecast, parts: Sequence[str], *, has_price: bool) -> list[str]:
-    candidate = forecast.candidate
-    cells = [candidate.describe(), "any" if candidate.spares is None else f"{candidate.spares}"]
-    if forecast.accounts:
-        low, high = forecast.spread()
-        shares = percentages(forecast.shares())
-        cells += [
-            f"{100 * forecast.effective:.2f} ±{100 * forecast.half_interval:.2f} %",
-            f"{100 * low:.1f} to {100 * high:.1f} %",
-            *(f"{shares[name]:.1f}" for name in parts),
-        ]
-    else:
-        cells += [f"{100 * forecast.estimate:.1f} %", "", *("" for _ in parts)]
-    cells.append(f"{forecast.lost_gpu_hours:,.0f}")
-    if has_price:
-        cells.append(f"{money_lost(forecast):,.0f}")
-    return [*cells, f"{100 * forecast.worth:.2f} %", "; ".join(notes_of(forecast))]
-
-
-def money_lost(forecast: Forecast) -> float:
-    """Return the money of a month for GPU-hours that are paid for and not used, spares included."""
-    return forecast.lost_gpu_hours * forecast.candidate.scenario.cluster.price_per_gpu_hour
 
 
 def notes_of(forecast: Forecast) -> list[str]:
@@ -99,13 +104,12 @@ def notes_of(forecast: Forecast) -> list[str]:
     candidate = forecast.candidate
     notes = []
     if not forecast.accounts:
-        notes.append("closed forms only")
-        if forecast.is_outside:
-            notes.append(f"pressure {pressure(candidate):.2f}: they may be off by more than 1 %")
+        doubts = ", ".join(find_doubts(candidate))
+        notes.append(f"closed forms only, off by more than 1 %: {doubts}" if doubts else "closed forms only")
     if candidate.beyond:
         notes.append(f"BEYOND THE RECORD: {candidate.beyond:.1f} times the pressure that was measured")
-    if candidate.strategy == "rounds":
-        notes.append(f"a token counts {candidate.value:g}, your own judgement")
+    if candidate.strategy == "rounds" and candidate.scenario.rounds is not None:
+        notes.append(f"a token counts {candidate.scenario.rounds.value_of_a_token:g}, your own judgement")
     if candidate.strategy != "restart" and not candidate.save_every and any(a.restarts for a in forecast.accounts):
         notes.append("no checkpoints: all was lost when no group was left")
     return notes
@@ -117,7 +121,7 @@ def case_notes(case: Case) -> list[str]:
     candidates = [each.candidate for each in case.forecasts]
     if any(not each.bounded for each in candidates if each.strategy != "restart"):
         notes.append("The shape is not bounded by memory and exchange: give job.config.")
-    expected = max((broken_nodes(each) for each in candidates), default=0.0)
+    expected = max((each.rates.broken_nodes for each in candidates), default=0.0)
     if expected:
         notes.append(f"99 % of the time {standbys(expected)} nodes at most are being mended.")
     return notes
@@ -180,38 +184,23 @@ def validation_table(rows: Iterable[Comparison]) -> Table:
 # JSON
 
 
+def case_figures(case: Case) -> dict[str, Any]:
+    """Return a case as plain values for JSON."""
+    rows = sensitivity(case.forecasts[0].candidate) if case.forecasts else []
+    return {
+        "circumstances": dict(case.circumstances),
+        "advice": case.advice,
+        "notes": case_notes(case),
+        "candidates": [forecast_figures(each) for each in case.forecasts],
+        "sensitivity": [dict(zip(("input", "half", "as_it_is", "twice"), row, strict=True)) for row in rows],
+    }
+
+
 def forecast_figures(forecast: Forecast) -> dict[str, Any]:
-    candidate = forecast.candidate
+    """Return a forecast as plain values for JSON."""
+    candidate, costs = forecast.candidate, forecast.candidate.costs
     figures = {
         "strategy": candidate.strategy,
-        **candidate_figures(candidate),
-        "effective": forecast.effective,
-        "half_interval": forecast.half_interval,
-        "closed_forms": forecast.estimate,
-        "useful_of_paid": forecast.worth,
-        "gpu_hours_lost_a_month": forecast.lost_gpu_hours,
-        "money_lost_a_month": money_lost(forecast),
-        "notes": notes_of(forecast),
-    }
-    if not forecast.accounts:
-        return figures
-    counts = {
-        name: {
-            "mean": fmean(getattr(run, name) for run in forecast.accounts),
-            "range": forecast.spread(attrgetter(name)),
-        }
-        for name in ("steps", "votes", "contributions", "failures", "skipped", "restarts")
-    }
-    return figures | {
-        "range": forecast.spread(),
-        "time_percent": percentages(forecast.shares()),
-        "counts": counts,
-    }
-
-
-def candidate_figures(candidate: Candidate) -> dict[str, Any]:
-    costs = candidate.costs
-    return {
         "groups": candidate.groups,
         "gpus_per_group": candidate.gpus,
         "spare_nodes": candidate.spares,
@@ -219,19 +208,25 @@ def candidate_figures(candidate: Candidate) -> dict[str, Any]:
         "stall_seconds": costs.stall.mean,
         "away_seconds": costs.away.mean,
         "rejoin_seconds": costs.rejoin.mean,
+        "drag_seconds": costs.drag,
         "exchange_seconds": candidate.exchange,
-        "pressure": pressure(candidate),
+        "pressure": candidate.pressure,
+        "effective": forecast.effective,
+        "half_interval": forecast.half_interval,
+        "closed_forms": forecast.estimate,
+        "useful_of_paid": forecast.worth,
+        "gpu_hours_lost_a_month": forecast.lost_gpu_hours,
+        "money_lost_a_month": forecast.lost_money,
+        "notes": notes_of(forecast),
     }
-
-
-def case_figures(case: Case) -> dict[str, Any]:
-    return {
-        "circumstances": dict(case.circumstances),
-        "advice": case.advice,
-        "notes": case_notes(case),
-        "candidates": [forecast_figures(each) for each in case.forecasts],
-        "sensitivity": [
-            {"input": name, "half": half, "as_it_is": usual, "twice": twice}
-            for name, half, usual, twice in (sensitivity(case.forecasts[0].candidate) if case.forecasts else [])
-        ],
+    if not forecast.accounts:
+        return figures
+    counts = {}
+    for name in ("steps", "votes", "contributions", "failures", "skipped", "restarts"):
+        values = [getattr(run, name) for run in forecast.accounts]
+        counts[name] = {"mean": fmean(values), "range": forecast.spread(attrgetter(name))}
+    return figures | {
+        "range": forecast.spread(),
+        "time_percent": percentages(forecast.shares()),
+        "counts": counts,
     }

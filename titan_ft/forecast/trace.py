@@ -4,14 +4,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from titan_ft.forecast.failures import Failure, draw_failures
-from titan_ft.forecast.logs import write_trace
-from titan_ft.forecast.scenario import DAY, Scenario
+from titan_ft.chaos.plan_file import COLUMNS
+from titan_ft.config import unwritable
+from titan_ft.forecast.failures import Failure, draw_failures, groups_hit
+from titan_ft.forecast.scenario import Scenario
 
-_FAULTS = {"stop": "kill_group", "slow": "slow_rank", "corrupt": "flip_parameter"}
+_FAULTS = {"stop": "kill_group", "drain": "term_group", "slow": "slow_rank", "corrupt": "flip_parameter"}
+
+
+class TraceLine(NamedTuple):
+    """One line of a chaos trace: its columns."""
+
+    time: float
+    fault: str
+    group: int | None
+    params: str = ""
 
 
 def write_drawn(path: Path, scenario: Scenario, seed: int) -> int:
@@ -20,35 +31,47 @@ def write_drawn(path: Path, scenario: Scenario, seed: int) -> int:
     Raises:
         ConfigError: the file cannot be written.
     """
-    drawn = list(draw_until(scenario, seed))
-    whole = sum(failure.kind.scope == "job" for failure in drawn)
+    drawn = list(draw_failures(scenario, seed))
+    lines = [line for failure in drawn for line in _lines(failure, scenario)]
     notes = [f"drawn by titan-ft plan: seed {seed}, {scenario.days:g} days, {scenario.job.groups} groups"]
+    notes += [f"of the lists the first case: {name} = {value}" for name, value in scenario.swept.items()]
+    whole = sum(failure.kind.scope == "job" for failure in drawn)
     if whole:
         notes.append(f"{whole} failures of the whole job are left out: chaos leaves one group untouched")
-    return write_trace(path, _lines(drawn, scenario), notes)
+    notes += [f"left out: the chaos plan of {name}, which chaos takes as it is" for name in scenario.plans]
+    if scenario.maintenance:
+        notes.append("left out: maintenance")
+    return write_trace(path, sorted(lines, key=lambda line: line.time), notes)
 
 
-def draw_until(scenario: Scenario, seed: int) -> Iterator[Failure]:
-    """Yield the failures of a scenario's days."""
-    for failure in draw_failures(scenario, seed):
-        if failure.time > scenario.days * DAY:
-            return
-        yield failure
+def write_trace(path: Path, lines: Iterable[TraceLine], notes: Iterable[str] = ()) -> int:
+    """Write a chaos trace; return how many lines it has.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    rows = []
+    for line in lines:
+        group = "" if line.group is None else line.group
+        rows.append(f"{line.time!r},{line.fault},{group},{line.params}")
+    text = "\n".join([*(f"# {note}" for note in notes), ",".join(COLUMNS), *rows])
+    try:
+        path.write_text(f"{text}\n")
+    except OSError as error:
+        raise unwritable("--trace-out", path.parent, error) from error
+    return len(rows)
 
 
-def _lines(drawn: list[Failure], scenario: Scenario) -> Iterator[tuple[float, str, int | None, str]]:
-    groups = scenario.job.groups
-    size = scenario.cluster.nodes // groups
-    for failure in drawn:
-        if failure.kind.scope == "job":
+def _lines(failure: Failure, scenario: Scenario) -> Iterator[TraceLine]:
+    """Yield the lines of a failure; none if it hits the whole job, or only nodes that no group has."""
+    kind = failure.kind
+    if kind.scope == "job":
+        return
+    for group in groups_hit(failure, scenario.job.groups, scenario.cluster.nodes // scenario.job.groups):
+        if kind.effect != "slow":
+            yield TraceLine(failure.time, _FAULTS[kind.effect], group)
             continue
-        params = ""
-        if failure.kind.effect == "slow":
-            params = f"factor={failure.kind.factor} seconds={failure.kind.found_after}"
-        if failure.node is None:
-            hit = [failure.group]
-        else:
-            last = min(failure.node + failure.nodes, groups * size) - 1
-            hit = list(range(failure.node // size, last // size + 1))
-        for group in hit:
-            yield failure.time, _FAULTS[failure.kind.effect], group, params
+        params = f"factor={kind.factor} seconds={max(kind.found_after, 0.001)}"
+        yield TraceLine(failure.time, _FAULTS["slow"], group, params)
+        if kind.leaves:
+            yield TraceLine(failure.time + kind.found_after, _FAULTS["drain"], group)

@@ -1,0 +1,164 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The effective training time of a candidate by closed forms: microseconds each, for sweeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import NormalDist
+
+from titan_ft.forecast.candidate import Candidate, lost_state_rate
+from titan_ft.forecast.scenario import DAY
+
+ENVELOPE = 0.25
+"""Pressure below which the closed forms are within 1 % of the simulation; see `find_doubts`."""
+
+
+def estimate(candidate: Candidate) -> float:
+    """Return the effective training time under memoryless failures; under even ones by arithmetic."""
+    kinds = candidate.scenario.failures
+    is_even = len(kinds) == 1 and kinds[0].spacing == "even"
+    is_restart = candidate.strategy == "restart"
+    share = _restarts(candidate, is_even) if is_restart else _groups(candidate, is_even)
+    return share / (1 + candidate.rates.slowed) * _with_nodes(candidate) * _with_maintenance(candidate)
+
+
+def find_doubts(candidate: Candidate) -> Iterator[str]:
+    """Yield reasons why the closed forms may be off by more than 1 %."""
+    if candidate.pressure > ENVELOPE:
+        yield f"pressure {candidate.pressure:.2f}"
+    if candidate.spares is not None and candidate.spares < standbys(candidate.rates.broken_nodes):
+        yield "too few spares"
+    if candidate.least > 1:
+        yield "min_replica_size"
+    if candidate.strategy == "groups" and candidate.rates.deaths * candidate.step > 0.05:
+        yield "steps as long as the time between failures"
+    if candidate.rates.slowed > 0.02 or candidate.rates.rolled_back > 0.02:
+        yield "stragglers or wrong numbers"
+    if any(kind.scope == "job" and kind.spacing != "memoryless" for kind in candidate.scenario.failures):
+        yield "failures of the job that are not memoryless"
+
+
+def daly(mtbf: float, interval: float, save: float, recover: float) -> float:
+    """Return the effective share of a job that restarts, under memoryless failures, exactly.
+
+    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
+    Generation Computer Systems 22 (2006), equation 20.
+    """
+    if recover + interval + save > 700 * mtbf:
+        return 0.0
+    return interval / (mtbf * math.exp(recover / mtbf) * math.expm1((interval + save) / mtbf))
+
+
+def standbys(expected: float) -> int:
+    """Return the nodes that are enough in 99 of 100 moments, if so many are being mended on average (Poisson)."""
+    total = 0.0
+    for number, weight in _poisson(expected):
+        total += weight
+        if total >= 0.99:
+            return number
+    return math.ceil(expected + 10 * math.sqrt(expected))
+
+
+def _poisson(mean: float) -> Iterator[tuple[int, float]]:
+    """Yield the numbers that are likely under a Poisson distribution, each with its probability."""
+    spread = 10 * math.sqrt(mean) + 20
+    is_large = mean > 500
+    normal = NormalDist(mean, math.sqrt(mean)) if is_large else None
+    low = max(0, int(mean - spread)) if is_large else 0
+    weight = math.exp(-mean) if not is_large else 0.0
+    for number in range(low, int(mean + spread)):
+        if normal is not None:
+            weight = normal.cdf(number + 0.5) - normal.cdf(number - 0.5)
+        elif number:
+            weight *= mean / number
+        yield number, weight
+
+
+def _restarts(candidate: Candidate, is_even: bool) -> float:
+    rates, save, recover = candidate.rates, candidate.save, candidate.costs.away.mean
+    interval = candidate.step * candidate.save_every
+    rate, leaves = lost_state_rate(candidate), rates.leaves
+    is_training_clock = candidate.scenario.clock == "training"
+    if rate == 0:
+        share = interval / (interval + save)
+    elif is_training_clock:
+        share = daly(1 / rate, interval, save, 0.0) / (1 + rate * recover)
+    elif is_even:
+        whole = math.floor(max(0.0, 1 / rate - recover) / (interval + save))
+        share = min(1.0, whole * interval * rate)
+    else:
+        share = daly(1 / rate, interval, save, recover)
+    # A job that leaves in order saves first: it loses its time away alone.
+    up = 1 / (1 + leaves * recover) if is_training_clock else math.exp(-leaves * recover)
+    return share * up * max(0.0, 1 - rates.rolled_back)
+
+
+def _groups(candidate: Candidate, is_even: bool) -> float:
+    """Return the share of time in which a group trains and is not stalled, times the cost of the groups' returns."""
+    costs, rates, groups, step = candidate.costs, candidate.rates, candidate.groups, candidate.step
+    stall, away, rejoin = costs.stall.mean, costs.away.mean, costs.rejoin.mean
+    if candidate.strategy == "rounds":
+        # A round's exchange alone stalls; a group that dies loses its round, one that returns joins within a round.
+        stall, rejoin = stall * candidate.exchange / (step + candidate.exchange), 0.0
+    each = rates.aways / groups
+    up = math.exp(-each * away)
+    # A stalled group that is away as well counts once.
+    apart = max(0.0, each * away - rates.deaths / groups * min(stall, away))
+    if is_even:
+        share = max(0.0, 1 - rates.deaths * stall - apart - rates.aways * rejoin)
+    else:
+        share = math.exp(-rates.deaths * up * stall - apart) / (1 + rates.aways * up * rejoin)
+    if candidate.loses:
+        share *= math.exp(-rates.deaths * up * step)
+    if candidate.strategy == "rounds" and each > 0:
+        share *= -math.expm1(-each * step) / (each * step)
+    share *= step / (step + candidate.exchange + costs.drag * groups * (1 - up))
+    return share * _enough_groups(candidate, up) * _kept(candidate)
+
+
+def _enough_groups(candidate: Candidate, up: float) -> float:
+    """Return the part of the groups' time that is not spent below `min_replica_size`; groups are up independently."""
+    groups, least = candidate.groups, candidate.least
+    if least <= 1:
+        return 1.0
+    if up == 1.0:
+        return 1.0
+    part = 0.0
+    for number in range(least, groups + 1):
+        ways = math.lgamma(groups + 1) - math.lgamma(number + 1) - math.lgamma(groups - number + 1)
+        part += number * math.exp(ways + number * math.log(up) + (groups - number) * math.log1p(-up))
+    return part / (groups * up)
+
+
+def _kept(candidate: Candidate) -> float:
+    """Return the part of the work that is left after all groups were lost at once, saves included."""
+    lost, step = lost_state_rate(candidate), candidate.step
+    if candidate.save_every and lost > 0:
+        return daly(1 / lost, candidate.save_every * step, candidate.save, candidate.costs.away.mean)
+    if candidate.save_every:
+        return 1 / (1 + candidate.save / (candidate.save_every * step))
+    expected = lost * candidate.scenario.days * DAY
+    return -math.expm1(-expected) / expected if expected > 0 else 1.0
+
+
+def _with_nodes(candidate: Candidate) -> float:
+    """Return the part of the groups that have all their nodes: a lack of nodes is spread over the groups at random."""
+    spares, expected = candidate.spares, candidate.rates.broken_nodes
+    if spares is None or expected == 0:
+        return 1.0
+    share = 0.0
+    for number, weight in _poisson(expected):
+        share += weight * (1 - 1 / candidate.groups) ** max(0, number - spares)
+    return share
+
+
+def _with_maintenance(candidate: Candidate) -> float:
+    """Return the part of the groups that no maintenance keeps from training: spares stand in if they are enough."""
+    share = 1.0
+    for stop in candidate.scenario.maintenance:
+        if candidate.spares is not None and candidate.spares < stop.nodes:
+            hit = min(candidate.groups, max(1.0, stop.nodes / candidate.group_nodes))
+            share *= max(0.0, 1 - hit * stop.lasts / stop.every / candidate.groups)
+    return share
