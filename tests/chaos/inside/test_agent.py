@@ -374,6 +374,29 @@ def test_a_second_outage_waits_for_no_first(worker: Worker) -> None:
     assert "not over" in worker.wait("fault_skipped")["reason"]
 
 
+def test_a_closed_agent_leaves_no_filters(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` returns after the last removal of filters: a later one would end the next outage in this process."""
+    lift = blackhole.Blackhole.lift
+    ends: list[str] = []
+
+    def lift_late(hole: blackhole.Blackhole) -> None:
+        closer.join(0.2)  # a `close` that does not wait returns within this time
+        lift(hole)
+        ends.append("lifted")
+
+    def close() -> None:
+        worker.agent.close()
+        ends.append("closed")
+
+    closer = threading.Thread(target=close)
+    monkeypatch.setattr(blackhole.Blackhole, "lift", lift_late)
+    worker.order("network_dead", params={"seconds": 600.0})
+    worker.wait("fault_injected")
+    closer.start()
+    closer.join(DEADLINE)
+    assert ends == ["lifted", "lifted", "closed"]
+
+
 def falls_silent(connection: socket.socket) -> None:
     """Send until no answer comes: a look at the kernel's table may miss a connection, and the next one finds it."""
     connection.settimeout(0.2)

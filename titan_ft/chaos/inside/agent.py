@@ -74,6 +74,7 @@ class ChaosAgent:
         self._thread.join()
         for task in self._waiting:
             task.skip("training ended before there was an occasion for it")
+        self._worker.wait_for_network()
 
     def _follow(self) -> None:
         while not self._worker.closing.wait(_POLL_SECONDS):

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An outage of a worker's network: packets of some of its connections are lost for some seconds."""
+"""An outage of a worker's network: packets of some connections are lost for some seconds."""
 
 from __future__ import annotations
 
@@ -13,53 +13,82 @@ from titan_ft.chaos.inside.blackhole import Blackhole
 from titan_ft.chaos.inside.task import Task
 
 ACCEPT_SECONDS = 1.0
-"""A connection that waited in its listener's queue has the filter too: filters are lifted again so much later."""
+"""Time from the first removal of the filters to the second.
+
+A connection that waits in its listener's queue inherits the filter. It has no descriptor yet, so
+the first removal cannot reach it.
+"""
 
 
 class Outages:
-    """The outages of one worker, one at a time: one filter would replace the other.
+    """The outages of one worker, one at a time, because a second filter would replace the first.
+
+    `run` runs on a thread of each fault. `wait_until_over` runs on the thread that closes the chaos
+    agent. After `run` no socket of the process has a filter, whatever the outage raised.
 
     Args:
-        closing: set when the worker's part in the run ends, which ends an outage.
+        closing: set when the worker leaves the run; ends an outage early.
     """
 
     def __init__(self, closing: threading.Event) -> None:
-        self._closing, self._lock = closing, threading.Lock()
+        self._closing = closing
+        self._one_at_a_time = threading.Lock()
 
-    def lose(
+    def run(
         self,
         task: Task,
         seconds: float,
         hole: Blackhole,
         rescan_seconds: float,
-        meanwhile: AbstractContextManager[None],
+        while_lost: AbstractContextManager[None],
     ) -> None:
-        """Lose what the hole takes for so many seconds; on a thread of its own.
+        """Lose the packets that `hole` takes for `seconds`; blocks.
 
         Args:
-            rescan_seconds: time until a new socket loses packets.
-            meanwhile: entered for the time of the outage.
+            rescan_seconds: longest time until a new socket loses packets.
+            while_lost: entered for the time of the outage.
         """
         if not blackhole.supported():
             task.skip("this system has no socket filters; they are Linux's")
             return
-        if not self._lock.acquire(blocking=False):
+        if not self._one_at_a_time.acquire(blocking=False):
             task.skip("another fault of the network is not over yet")
             return
         try:
-            if not task.begin():
-                return
-            ends = time.monotonic() + seconds
-            try:
-                with meanwhile:
-                    while (rest := ends - time.monotonic()) > 0:
-                        hole.extend()
-                        if self._closing.wait(min(rescan_seconds, rest)):
-                            break
-            finally:
-                hole.lift()
-                task.undone()
-            self._closing.wait(ACCEPT_SECONDS)
-            hole.lift()
+            if task.begin():
+                self._lose_packets(task, seconds, hole, rescan_seconds, while_lost)
         finally:
-            self._lock.release()
+            self._one_at_a_time.release()
+
+    def wait_until_over(self) -> None:
+        """Wait for an outage to end; set `closing` first.
+
+        A removal of filters covers all sockets of the process. One that came late would also remove
+        the filters of the outage after it.
+        """
+        with self._one_at_a_time:
+            pass
+
+    def _lose_packets(
+        self,
+        task: Task,
+        seconds: float,
+        hole: Blackhole,
+        rescan_seconds: float,
+        while_lost: AbstractContextManager[None],
+    ) -> None:
+        ends = time.monotonic() + seconds
+        try:
+            with while_lost:
+                while True:
+                    seconds_left = ends - time.monotonic()
+                    if seconds_left <= 0:
+                        break
+                    hole.extend()
+                    if self._closing.wait(min(rescan_seconds, seconds_left)):
+                        break
+        finally:
+            hole.lift()
+            task.undone()
+        self._closing.wait(ACCEPT_SECONDS)
+        hole.lift()

@@ -173,9 +173,13 @@ class TargetWorker:
 
         def lose() -> None:
             hole = Blackhole(loss, all_but(self.group_pids, [self.store]))
-            self._outages.lose(task, seconds, hole, _RESCAN_SECONDS, contextlib.nullcontext())
+            self._outages.run(task, seconds, hole, _RESCAN_SECONDS, contextlib.nullcontext())
 
         self.run_aside(lose)
+
+    def wait_for_network(self) -> None:
+        """Wait until no socket of this process loses packets; set `closing` first."""
+        self._outages.wait_until_over()
 
     def cut_link(self, task: Task, seconds: float, peer: int) -> None:
         """Lose all that comes from a group; that group does the same, so that nothing gets through either way."""
@@ -188,7 +192,7 @@ class TargetWorker:
             hole = Blackhole(1.0, link.choose)
             # These connect to the group: a process group, which could make a small exchange at once, and a fetch.
             before_use = hole.looking_after((self.process_group, "configure"), (socket.socket, "connect"))
-            self._outages.lose(task, seconds, hole, _LINK_RESCAN_SECONDS, before_use)
+            self._outages.run(task, seconds, hole, _LINK_RESCAN_SECONDS, before_use)
 
         self.run_aside(lose)
 
