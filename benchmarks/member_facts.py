@@ -26,6 +26,6 @@ class MemberFacts:
 
 def exchange_with(exchange: GradientExchange, tell: Tell, gives: bool = True, due: bool = True) -> Reduced:
     """Complete an exchange; make a whole one of the local gradients if none is under way."""
-    if not exchange.sent:
-        exchange.launch(0 if gives else None, due=due)
+    if not exchange.is_launched:
+        exchange.launch(0 if gives else None, may_update=due)
     return exchange.finish(MemberFacts(tell))

@@ -99,7 +99,7 @@ class Run:
         self.position = Position()
         self.is_writer, self.heals = True, False
         self.strategy, self.outer, self.per_round = self, None, 1
-        self.lent: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.lend_agreed_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.gathered: list[int] = []
         self.claimed = -1  # step that this group said it can load
         self.loaded: list[int] = []  # steps, as the state is when `on_load` is called
@@ -162,7 +162,7 @@ class Run:
         self.progress.step += self.per_round
         self.progress.ntokens_seen += 64
         self.position.start_at(self.updates_of(self.progress.step))
-        self.position.restore(LINEAGE + self.progress.step)
+        self.position.restore_lineage(LINEAGE + self.progress.step)
         slots = range(self.ledger.num_slots)
         state = loader_state(self.progress.step)
         entries = [Entry(slot, self.ledger.end(slot), 1, state) for slot in slots]

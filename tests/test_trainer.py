@@ -89,7 +89,7 @@ class Step:
         note = lambda what, result=None: lambda *_: self.done.append(what) or result  # noqa: E731
         self.heals, self.work = list(heals), Work(4, 0.1)
         strategy = SimpleNamespace(
-            begin_work=lambda: self.work,
+            start_update=lambda: self.work,
             train=lambda slots, arm: NOTHING,
             discard=None,
             apply=note("apply", 1.0),

@@ -306,12 +306,12 @@ class ReplicaTrainer(HostTrainer):
         if self._chaos is not None:
             self._chaos.at_step(self._position.step + 1)
         self._local.clear_gradients()
-        work = strategy.begin_work()
+        work = strategy.start_update()
         stepped, self._stepped = self._stepped, 0.0
         work.between_seconds = started - stepped if stepped else 0.0
         started -= work.compute_seconds  # of what was made of it while the last exchange was under way
         made = strategy.train(replica.slots_to_read(), replica.arm)
-        committed = replica.commit(replace(made, doing=work.most), strategy.train, strategy.discard)
+        committed = replica.commit(replace(made, activity=work.main_activity), strategy.train, strategy.discard)
         if committed is None:
             self._heal(replica)
             return

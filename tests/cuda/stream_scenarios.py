@@ -205,9 +205,9 @@ class Rank:
     def queue(self) -> Sums:
         """Make a step as a group that heals does: it gives nothing, and keeps the sums."""
         self.exchange.launch()
-        self.exchange.room.prepare()
+        self.exchange.copy_memory.prepare()
         self.finish(gives=False)
-        return self.sums.keep()
+        return self.sums.copy()
 
     def step(self, number: int, gives: bool = True) -> Sums:
         """Make a step as the trainer does; returns the sums."""
@@ -221,14 +221,14 @@ class Rank:
         else:
             self.exchange.launch()
         self.finish(gives)
-        sums = self.sums.keep()
+        sums = self.sums.copy()
         self.apply(self.sums)
         return sums
 
     def finish(self, gives: bool) -> None:
         """Complete the exchange; all that is given is finite."""
         reduced = exchange_with(self.exchange, lambda quorum: ([1.0], b"x" * self.rank), gives)
-        assert not reduced.spoiled[reduced.quorum.rank]
+        assert not reduced.nonfinite[reduced.quorum.rank]
         self.sums = reduced.sums
 
     @property
@@ -360,7 +360,7 @@ def train_a_bfloat16_model(world: World) -> Any:
             for parameter in rank.parameters:
                 parameter.grad = parameter.detach() * (1.0 + number + step)
             rank.finish(True)
-            sums = rank.sums.keep()
+            sums = rank.sums.copy()
             rank.apply(rank.sums)
             rank.apply(sums)
         return rank.bytes()
@@ -541,7 +541,7 @@ def heal(world: World, room: int = 0) -> Any:
             trained = sum(parameter.numel() for parameter in rank.parameters)
             free = 4 * trained * 3 + 2 * room * rank.exchange.num_bytes  # gradients and Adam's moments, and the room
             device.free_bytes = lambda where: free
-            rank.exchange.room.keep_on_device()
+            rank.exchange.copy_memory.keep_on_device()
         queued = [rank.queue() if number else rank.step(step) for step in range(2)]
         if number == 1:
             assert copied.wait(DEADLINE)
@@ -550,7 +550,7 @@ def heal(world: World, room: int = 0) -> Any:
             while queued:
                 rank.apply(queued.pop(0))
             rank.apply(rank.queue())  # while rank 0 applies it
-            rank.exchange.room.drop()
+            rank.exchange.copy_memory.drop()
         else:
             rank.step(2)
         for step in range(3, NUM_STEPS):
@@ -575,9 +575,9 @@ def queue_beside_the_next(world: World) -> Any:
                 rank.step(step)
                 continue
             if step:
-                kept.append(rank.sums.keep())
+                kept.append(rank.sums.copy())
             rank.exchange.launch()
-            while rank.exchange.under_way:
+            while rank.exchange.waits_for_members:
                 time.sleep(0.001)
             exchange_goes_on(rank.where)
             rank.finish(gives=False)
@@ -625,13 +625,13 @@ def rounds(world: World, alpha: float = 0.0, **options: Any) -> Any:
                 training.model(tokens.to(rank.where)).backward()
                 training.optimizers.step()
             outer.take_changes({0: 1.0 + number})
-            exchange.give({0: 1.0 + number})
+            exchange.give_fragments({0: 1.0 + number})
             sums = exchange_with(exchange, lambda quorum: ([0.0], b"")).sums
-            (sums.keep() if number else sums).write()
+            (sums.copy() if number else sums).write()
             squares = outer.step(alpha)
             found += [str(squares), *(anchor.detach().clone() for anchor in outer.anchors)]
             if step == 1:
-                with outer.lent():
+                with outer.lend_to_model():
                     found += [tensor.cpu().clone() for tensor in rank.training.model.state_dict().values()]
         with torch.no_grad():  # the host owns the anchors, whatever the device was to read of them
             for anchor in outer.anchors:
@@ -814,7 +814,7 @@ def load_waits_for_no_member(world: World) -> Any:
         rank.state.load(snapshots[0])
         loaded.set()
         rank.finish(gives=False)
-        rank.sums.keep()
+        rank.sums.copy()
         return rank.bytes()
 
     return _together(run)

@@ -42,9 +42,9 @@ def test_sums_stay_on_the_device_where_they_fit(monkeypatch: pytest.MonkeyPatch)
     ranks = [Rank(world, number) for number in range(NUM_MEMBERS)]
     needed = 4 * sum(parameter.numel() for parameter in ranks[0].parameters) * 3  # its gradients, and Adam's moments
     leave_room(monkeypatch, needed - 1)
-    assert [rank.exchange.room.keep_on_device() for rank in ranks] == [0] * NUM_MEMBERS
+    assert [rank.exchange.copy_memory.keep_on_device() for rank in ranks] == [0] * NUM_MEMBERS
     leave_room(monkeypatch, needed + 5 * ranks[0].exchange.num_bytes)
-    assert [rank.exchange.room.keep_on_device() for rank in ranks] == [2] * NUM_MEMBERS
+    assert [rank.exchange.copy_memory.keep_on_device() for rank in ranks] == [2] * NUM_MEMBERS
 
     def run(number: int) -> list[set[str]]:
         rank = ranks[number]
@@ -54,7 +54,7 @@ def test_sums_stay_on_the_device_where_they_fit(monkeypatch: pytest.MonkeyPatch)
         while queued:
             rank.apply(queued.pop(0))
         found.append(kinds_of(rank.queue() if number else rank.step(4)))
-        rank.exchange.room.drop()
+        rank.exchange.copy_memory.drop()
         found.append(kinds_of(rank.queue() if number else rank.step(5)))
         return found
 
@@ -76,7 +76,7 @@ def test_sums_go_to_host_memory_when_the_device_has_no_room_after_all(monkeypatc
 
     def run(number: int) -> set[str]:
         rank = Rank(world, number)
-        assert rank.exchange.room.keep_on_device() > 1
+        assert rank.exchange.copy_memory.keep_on_device() > 1
         sums = rank.queue() if number else rank.step(0)
         rank.apply(sums)
         return kinds_of(sums)

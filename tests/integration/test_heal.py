@@ -228,7 +228,7 @@ def test_last_holder_dies(make_job: Callable[..., Job]) -> None:
     job.start_again(1)
     assert job.wait_for_end(0) == [-signal.SIGKILL]
     assert job.wait_for_end(1) == [1]
-    assert "every group that held the state after step" in job.output(1, attempt=1)
+    assert "every group with the state after step" in job.output(1, attempt=1)
 
     lost = next(event["time"] for event in job.events() if event.get("fault") == "sigkill:serve")
     for replica in (0, 1):

@@ -225,18 +225,18 @@ def donor_shows_no_digest(patch: Patch) -> None:
         return former(self, step, lineage, shown, own if digest else shown)
 
     def load(former: Callable[..., bool], self: Any) -> bool:
-        with lent(self._rounds, take_digest=lambda: self._position.take_digest(self._healing.digest)):
+        with lent(self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)):
             return former(self)
 
     substitute(patch, rounds.Rounds, "_digest_for_joiners", lambda self, quorum: None)
-    around(patch, healing.Healing, "hold_against", hold)
+    around(patch, healing.Healing, "confirm", hold)
     around(patch, heal.Heal, "_load", load)
 
 
 @mutation(kinds=("last",), promises=("no state given up",))
 def queue_not_claimed(patch: Patch) -> None:
     """A joiner rolls back before it has replayed the updates in its queue."""
-    substitute(patch, Position, "claim", lambda self: 0 if self.corrupt else self.step)
+    substitute(patch, Position, "claimed_step", lambda self: 0 if self.corrupt else self.step)
 
 
 @mutation(kinds=("tail",), promises=("no work lost",))
@@ -279,7 +279,7 @@ def load_keeps_digest(patch: Patch) -> None:
 
     def load(former: Callable[..., bool], self: Any) -> bool:
         digest = self._position.digest
-        with lent(self._rounds, take_digest=lambda: self._position.take_digest(self._healing.digest)):
+        with lent(self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)):
             is_loaded = former(self)
         self._position.digest = digest
         return is_loaded
@@ -311,7 +311,7 @@ def strays_gradient_enters(patch: Patch) -> None:
     def is_update(former: Callable[..., bool], made: Round, config: Any) -> bool:
         return former(with_verdict(made, strays=()), config)
 
-    around(patch, decision, "_train", train)
+    around(patch, decision, "_decide_training", train)
     around(patch, decision, "is_update", is_update)
 
 
@@ -348,7 +348,7 @@ def sums_are_no_mean(patch: Patch) -> None:
 )
 def doubled_data_is_taken(patch: Patch) -> None:
     """Two groups that have read the same data both enter the update."""
-    substitute(patch, verdict, "_find_doubled", lambda holders, read: ())
+    substitute(patch, verdict, "_find_duplicates", lambda holders, read: ())
 
 
 @mutation(kinds=("drain",), promises=("ranks never part", "no state given up", "liveness"))
@@ -415,7 +415,7 @@ def each_rank_leaves_gradients_out(patch: Patch) -> None:
     """Each rank leaves its gradients out, or not, for itself."""
 
     def break_(former: Callable[..., Broken], self: Any, error: str, is_spoiled: bool, *args: Any) -> Broken:
-        return replace(former(self, error, is_spoiled, *args), spoiled=is_spoiled)
+        return replace(former(self, error, is_spoiled, *args), gave_nonfinite=is_spoiled)
 
     around(patch, rounds.Rounds, "_break", break_)
 
@@ -482,10 +482,10 @@ def job_needs_all_groups(patch: Patch) -> None:
 
     def start(former: Callable[..., Any], *args: Any) -> Any:
         found = former(*args)
-        is_incomplete = isinstance(found, decision.Begin) and found.missing
+        is_incomplete = isinstance(found, decision.StartTraining) and found.missing
         return decision.GiveUp(GaveUpError("groups are missing")) if is_incomplete else found
 
-    around(patch, decision, "_start", start)
+    around(patch, decision, "_decide_start", start)
 
 
 @mutation(kinds=("kill", "freeze", "cut"), promises=("no idle traffic",))
@@ -578,16 +578,16 @@ def withdrawn_checkpoint_counts(patch: Patch) -> None:
     """A checkpoint that was withdrawn counts as saved."""
 
     def observe(former: Callable[..., None], self: Position, made: Round) -> None:
-        saved = max(self.saved, *(row.saved for row in made.rows))
+        saved = max(self.saved_step, *(row.saved_step for row in made.rows))
         former(self, made)
         if made.verdict.corrupt:
-            self.saved = saved
+            self.saved_step = saved
             self._drop_saves_ahead(made)
 
     def withdraw(former: Callable[..., None], self: Position) -> None:
-        saved = self.saved
+        saved = self.saved_step
         former(self)
-        self.saved = saved
+        self.saved_step = saved
 
     around(patch, Position, "observe", observe)
     around(patch, Position, "withdraw_saved", withdraw)
@@ -598,13 +598,13 @@ def fetched_bytes_not_compared(patch: Patch) -> None:
     """A joiner does not compare the fetched bytes with the digest that the holders agreed on."""
 
     def load(former: Callable[..., bool], self: Any) -> bool:
-        with lent(self._rounds, take_digest=lambda: self._position.take_digest(self._healing.digest)):
+        with lent(self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)):
             return former(self)
 
     def hold(former: Callable[..., healing.Healing], self: Any, step: int, lineage: int, digest: int, _: int) -> Any:
         return former(self, step, lineage, digest, digest)
 
-    around(patch, healing.Healing, "hold_against", hold)
+    around(patch, healing.Healing, "confirm", hold)
     around(patch, heal.Heal, "_load", load)
 
 
@@ -626,7 +626,7 @@ def others_halves_ignored(patch: Patch) -> None:
     def add_up(former: Callable[..., None], self: Any, bucket: Bucket) -> None:
         own = bucket.values.clone()
         former(self, bucket)
-        if bucket.halves:
+        if bucket.is_bfloat16:
             bucket.values.copy_(own.mul_(self._operations.num_members))
 
     around(patch, Flight, "_sum", add_up)
@@ -676,13 +676,13 @@ def connecting_is_charged_to_nobody(patch: Patch) -> None:
 @mutation(kinds=("joiner",), promises=("no stall for a joiner", "no work lost", "liveness"), mode="semi")
 def no_opening_after_update(patch: Patch) -> None:
     """No group meets the others right after a round's update."""
-    patch.setattr(step, "_MAX_OPENINGS", 0)
+    patch.setattr(step, "_MAX_OPENING_ROUNDS", 0)
 
 
 @mutation(kinds=("alone",), promises=("no stall for a joiner", "liveness"), mode="semi")
 def joiner_ignores_waiting_groups(patch: Patch) -> None:
     """A joiner lets the others wait until it has trained a whole round."""
-    around(patch, rounds.Rounds, "signs", lambda former, self: former(self) & ~rounds.Sign.AWAITED)
+    around(patch, rounds.Rounds, "signs", lambda former, self: former(self) & ~rounds.Sign.OTHERS_WAIT)
 
 
 @mutation(kinds=("joiner",), promises=("no stall for a joiner",), mode="semi")

@@ -14,7 +14,7 @@ import numpy as np
 
 from tests.simulation import training
 from titan_ft.protocol.ledger import Entry
-from titan_ft.protocol.member import Process
+from titan_ft.protocol.member import GroupProcess
 
 ROUNDED = 2.0**-7 * (1 + 2.0**-8)
 """What a sum in bfloat16 may be off by, as a share of what is added up by size (titan_ft/gradients/half.py)."""
@@ -35,7 +35,7 @@ class Committed:
     parent: int
     participants: tuple[int, ...] | None
     batches: tuple[tuple[int, int, int], ...]
-    readers: tuple[Process, ...]
+    readers: tuple[GroupProcess, ...]
     tokens: int
     ends: dict[int, int]
     states: dict[int, np.ndarray] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Oracle:
         tokens: int,
         participants: list[int] | None,
         entries: list[Entry],
-        readers: list[Process],
+        readers: list[GroupProcess],
     ) -> None:
         """Check an update of one rank before it is applied; the first one of a lineage makes it known.
 
@@ -205,7 +205,7 @@ class Oracle:
         step: int,
         participants: list[int],
         batches: tuple[tuple[int, int, int], ...],
-        readers: list[Process],
+        readers: list[GroupProcess],
     ) -> None:
         rules = self._rules
         # Groups that hold the state count, also one whose data another group has read in this step.

@@ -54,7 +54,7 @@ class OwnSteps:
             if number == len(slots):
                 arm()
             seconds += self._spend(options.compute_seconds)
-            readings.append(rank.read_batch(slot, work.read(slot)))
+            readings.append(rank.read_batch(slot, work.count_batches(slot)))
             batch = readings[-1].entry.first_batch
             tokens = training.valid_tokens(slot, batch)
             mean = training.gradient(slot, batch, rank.number, rank.state.array[0], options.coupling)

@@ -488,7 +488,7 @@ class Rank:
             snapshot = fail_together(lambda: kept.load(step, self.number, self.node), folder.PATH, gather)
             world.kernel.sleep(0.1 * world.kernel.rng.random())
             self.state.load(snapshot)
-            self.position.restore(snapshot.lineage)
+            self.position.restore_lineage(snapshot.lineage)
             check_same_state(folder.PATH, step, snapshot.lineage, gather)
             self.position.note_saved(step)
             world.loaded(self)
@@ -499,7 +499,7 @@ class Rank:
         self._read.clear()
         slots, train = dimension.slots_to_read(), self.strategy.train
         self.own.step = self.strategy.steps_of(self.position.step) + 1  # as torchtitan's loop does
-        self.strategy.begin_work()
+        self.strategy.start_update()
         committed = dimension.commit(train(slots, dimension.arm), train, self._discard)
         if committed is None:
             self._heal(computed=bool(slots))
@@ -530,7 +530,7 @@ class Rank:
     @property
     def update_bytes(self) -> int:
         """Return what a queued update takes."""
-        return self._exchange.room.num_bytes
+        return self._exchange.copy_memory.num_bytes
 
     @property
     def queued(self) -> int:

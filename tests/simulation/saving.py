@@ -61,7 +61,7 @@ class Saves:
         self._settle(wait=last)
         due = step if last else step // self._every * self._every
         writer = bool(self.participants) and min(self.participants) == self._rank.slot
-        if writer and self._under_way is None and due > max(self._rank.position.saved, self._failed):
+        if writer and self._under_way is None and due > max(self._rank.position.saved_step, self._failed):
             self._write(step, last)
 
     def due_at(self, step: int) -> bool:
@@ -72,7 +72,7 @@ class Saves:
         """Save the final state if its writer was lost."""
         if self._every:
             self._settle(wait=True)
-            if self._rank.position.saved < step:
+            if self._rank.position.saved_step < step:
                 self._write(step, last=True)
 
     def lacks_state(self) -> bool:
@@ -80,7 +80,7 @@ class Saves:
         if not self._every:
             return False
         self._settle(wait=True)
-        return self._rank.position.step > self._rank.position.saved
+        return self._rank.position.step > self._rank.position.saved_step
 
     def holds_state(self) -> bool:
         """Say whether a checkpoint has the state that this group holds, as the host of rank 0 sees it."""
@@ -113,7 +113,7 @@ class Saves:
         self._settle(wait=True)
         self._failed = 0
         position.withdraw_saved()
-        for step in sorted(step for step in self._published if step > position.agreed):
+        for step in sorted(step for step in self._published if step > position.agreed_step):
             self._published.remove(step)
             if self._rank.number == 0 and folder is not None and folder.writer(step) == self._rank.slot:
                 self._rank.world.withdraws(self._rank, step)
@@ -166,7 +166,7 @@ class Saves:
             self._failed = save.step
             rank.world.save_failed(rank, save.step)
             return
-        rank.position.note_saved(max(rank.position.saved, save.step))
+        rank.position.note_saved(max(rank.position.saved_step, save.step))
         self._published.add(save.step)
 
     def _await(self, seconds: float) -> None:

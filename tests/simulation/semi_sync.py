@@ -113,7 +113,7 @@ class RoundSteps(OwnSteps):
         self.beat()
         self._check_begin()
         spent = self._spend(options.seconds_of(slot))
-        reading = rank.read_batch(slot, work.read(slot))
+        reading = rank.read_batch(slot, work.count_batches(slot))
         work.inner_steps = 1
         work.readings = [*work.readings, reading]
         batch = reading.entry.first_batch
@@ -229,8 +229,8 @@ class _WatchedRounds(RoundStrategy):
         self._counters = state = State(self._rank, self._own, self.outer, self._take_state)
         return state
 
-    def _begin_anew(self) -> None:
-        super()._begin_anew()
+    def _forget_work(self) -> None:
+        super()._forget_work()
         self._own.expected = _flat(self.outer.anchors)
 
     def _make_step(self, step: int, slots: Sequence[int]) -> None:
@@ -241,14 +241,14 @@ class _WatchedRounds(RoundStrategy):
         super()._take_changes(update)
         oracle = self._rank.world.oracle
         assert isinstance(oracle, RoundOracle)
-        oracle.gives(self._rank, self._own.weights, self._sent, late=not self.work.inner_steps)
+        oracle.gives(self._rank, self._own.weights, self._given, late=not self.work.inner_steps)
 
     def _apply_sums(self, update: Update) -> Callable[[], float]:
         """Note the weights that the next step must begin with, beside the update."""
         is_last = update.step >= self._rank.world.options.steps
         number = len(self._trained)
         exchanged = range(number) if is_last else [(update.step - 1) % number]
-        alpha = self._config.fragment_update_alpha if any(self._sent.values()) and not is_last else 0.0
+        alpha = self._config.fragment_update_alpha if any(self._given.values()) and not is_last else 0.0
         norm = super()._apply_sums(update)
         owns = torch.from_numpy(self._own.expected).split(self._rank.shapes)
         parts = zip(owns, self.outer.anchors, self.fragments, strict=True)

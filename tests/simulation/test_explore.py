@@ -96,7 +96,7 @@ def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader gets the faults that it takes, and no others; the schedule that is printed breaks the same promise."""
     monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
     monkeypatch.setattr(
-        Rounds, "find_holders", lambda rounds: {} if rounds.last is None else rounds._membership.find_holders()
+        Rounds, "find_holders", lambda rounds: {} if rounds.last_round is None else rounds._membership.find_holders()
     )
     fault_tolerance = {
         **QUICK,
@@ -155,7 +155,7 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
     Its state server answers nobody meanwhile, so that they hear of no offer.
     """
     monkeypatch.setattr(
-        Rounds, "find_holders", lambda rounds: {} if rounds.last is None else rounds._membership.find_holders()
+        Rounds, "find_holders", lambda rounds: {} if rounds.last_round is None else rounds._membership.find_holders()
     )
     if not waits:
         monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
@@ -585,7 +585,7 @@ def test_a_state_that_was_offered_and_is_lost_is_not_begun_anew_silently(
     with standins.installed():
         world = Schedule(1, options, (killed, lost)).run(traces=True)
     said = [text for _, who, text in world.trace if who == "g0r0a1"]
-    assert any("ends by JobLostError: every group that held the state after step 1" in text for text in said) is heard
+    assert any("ends by JobLostError: every group with the state after step 1" in text for text in said) is heard
     assert any(text.startswith("rolled_back step=0") for text in said) is not heard
 
 

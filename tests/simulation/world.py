@@ -1001,7 +1001,7 @@ class World(standins.World):
         rank.ahead = own.has_state and own.step > made.verdict.step
         rank.tied = rank.tied and made.verdict.tie
         # One with steps left may give what it has of former rounds, and no token of this one.
-        if rank.sent and not any((row.valid_tokens or row.early) and not row.resting for row in made.rows):
+        if rank.sent and not any((row.valid_tokens or row.unfinished) and not row.holding_back for row in made.rows):
             self.report(
                 "no idle traffic", f"{rank.process.name} has sent gradients in a round to which nobody gave any"
             )
@@ -1210,7 +1210,7 @@ class World(standins.World):
         As the engine has it (docs/failures.md): as many holders of the job's state as possible, then as many groups. A
         larger part without that state could only begin the job anew. A tie decides who goes on, not how many.
         """
-        claims = {group: min(rank.position.claim for rank in group.ranks) for group in groups}
+        claims = {group: min(rank.position.claimed_step for rank in group.ranks) for group in groups}
         latest = max(claims.values(), default=0)
         holders = {group for group in groups if claims[group] >= max(latest - 1, min(latest, 1))}
         reach = networkx.Graph()

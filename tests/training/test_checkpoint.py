@@ -80,7 +80,7 @@ def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode:
     if mode == "async":
         run.settle()
         run.checkpoints.save(6)
-    assert run.position.saved == 5
+    assert run.position.saved_step == 5
     (told,) = run.events.named("checkpoint_saved")
     assert told["step"] == 5
     assert told["seconds"] > 0
@@ -89,7 +89,7 @@ def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode:
     assert other.checkpoints.load()
     assert_equal(other.values(), expected)
     assert other.loaded == [5]
-    assert other.position.saved == 5
+    assert other.position.saved_step == 5
     assert other.events.told == [("checkpoint_loaded", {"step": 5, "lineage": f"{LINEAGE + 5:012x}"})]
 
 
@@ -151,7 +151,7 @@ def test_rounds_are_saved_behind_the_steps_that_fall_due_in_them(make_run: Calla
     run.per_round = 10
     run.train(60)
     assert complete_steps(run.folder) == [20, 30, 50, 60]
-    assert run.position.saved == 6
+    assert run.position.saved_step == 6
 
 
 def test_the_last_round_is_saved_where_a_shorter_one_was_resumed_from(make_run: Callable[..., Run]) -> None:
@@ -164,7 +164,7 @@ def test_the_last_round_is_saved_where_a_shorter_one_was_resumed_from(make_run: 
     run.position.start_at(4)
     run.checkpoints.save(30, last_step=True)
     assert complete_steps(run.folder) == [30]
-    assert run.position.saved == 4
+    assert run.position.saved_step == 4
 
 
 def test_a_failed_save_names_the_step_that_is_left_and_not_its_round(
@@ -225,7 +225,7 @@ def test_only_the_writer_saves(make_run: Callable[..., Run]) -> None:
 def test_what_another_group_saved_is_not_saved_again(make_run: Callable[..., Run]) -> None:
     """The new writer goes on with the interval when the old one's checkpoint is complete."""
     run = make_run()
-    run.position.saved = 5
+    run.position.saved_step = 5
     run.train(9)
     assert complete_steps(run.folder) == []
     run.train(10)
@@ -240,7 +240,7 @@ def test_the_next_writer_takes_over_at_once(make_run: Callable[..., Run]) -> Non
     run.is_writer = True
     run.train(9)
     assert complete_steps(run.folder) == [7]
-    assert run.position.saved == 7
+    assert run.position.saved_step == 7
 
 
 def test_pauses_are_foreseen(make_run: Callable[..., Run]) -> None:
@@ -248,7 +248,7 @@ def test_pauses_are_foreseen(make_run: Callable[..., Run]) -> None:
     run = make_run(slot=1)
     run.is_writer = False
     assert [step for step in range(1, 8) if run.checkpoints.pauses_after(step)] == [5, 6, 7]
-    run.position.saved = 5
+    run.position.saved_step = 5
     assert [step for step in range(5, 12) if run.checkpoints.pauses_after(step)] == [5, 10, 11]
     run = make_run(async_mode="async", enable_first_step_checkpoint=True)
     assert [step for step in range(1, 12) if run.checkpoints.pauses_after(step)] == [1, 5, 10]
@@ -260,7 +260,7 @@ def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.Mo
     """While a save is under way none begins; it counts when it is complete; what became due meanwhile follows."""
     gate = Gate(monkeypatch)
     run = make_run(async_mode="async").train(11)
-    assert run.position.saved == 0
+    assert run.position.saved_step == 0
     assert complete_steps(run.folder) == []
     gate.open.set()
     run.settle()
@@ -268,7 +268,7 @@ def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.Mo
     run.train(12)
     run.settle()
     run.train(13)
-    assert run.position.saved == 12
+    assert run.position.saved_step == 12
     assert complete_steps(run.folder) == [5, 12]
 
 
@@ -279,11 +279,11 @@ def test_a_save_is_over_when_it_is_on_all_ranks(make_run: Callable[..., Run]) ->
     run.train(5)
     run.settle()
     run.train(6)
-    assert run.position.saved == 0
+    assert run.position.saved_step == 0
     assert not run.events.named("checkpoint_saved")
     run.gather = lambda value: [value, value]  # type: ignore[method-assign]
     run.train(7)
-    assert run.position.saved == 5
+    assert run.position.saved_step == 5
     assert [told["step"] for told in run.events.named("checkpoint_saved")] == [5]
 
 
@@ -293,12 +293,12 @@ def test_a_save_that_ends_late_does_not_hide_a_later_one(
     """Another group has saved a later step meanwhile: that remains the latest one."""
     gate = Gate(monkeypatch)
     run = make_run(async_mode="async").train(5)
-    run.position.saved = 10
+    run.position.saved_step = 10
     gate.open.set()
     run.settle()
     run.train(6)
     assert [told["step"] for told in run.events.named("checkpoint_saved")] == [5]
-    assert run.position.saved == 10
+    assert run.position.saved_step == 10
 
 
 def test_the_last_step_is_complete_when_save_returns(
@@ -311,7 +311,7 @@ def test_the_last_step_is_complete_when_save_returns(
     run.step()
     run.checkpoints.save(6, last_step=True)
     assert complete_steps(run.folder) == [5, 6]
-    assert run.position.saved == 6
+    assert run.position.saved_step == 6
     run.checkpoints.finish(6)
     assert [told["step"] for told in run.events.named("checkpoint_saved")] == [5, 6]
 
@@ -347,7 +347,7 @@ def test_the_last_group_to_leave_saves_the_whole_state(
     expected = run.values()
     assert leave(run)
     assert complete_steps(run.folder) == [5, 7]
-    assert run.position.saved == 7
+    assert run.position.saved_step == 7
     assert [told["step"] for told in run.events.named("checkpoint_saved")] == [5, 7]
     (told,) = run.events.named("saving_before_leaving")
     assert (told["step"], told["seconds_left"]) == (7, 20.0)
@@ -466,9 +466,9 @@ def test_the_same_state_by_whoever_is_found(make_run: Callable[..., Run]) -> Non
     assert not other.checkpoints.holds_state(1)
     assert leave(run)
     assert other.checkpoints.holds_state(1)
-    other.position.restore(7)
+    other.position.restore_lineage(7)
     assert not other.checkpoints.holds_state(1)
-    other.position.restore(run.position.lineage)
+    other.position.restore_lineage(run.position.lineage)
     (run.folder / "step-1" / MANIFEST).write_text("{")
     assert not other.checkpoints.holds_state(1)
 
@@ -519,7 +519,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
         if mode == "async":
             run.settle()
         run.train(9)
-    assert run.position.saved == 0
+    assert run.position.saved_step == 0
     failed = {"step": 5, "error": "No space left on device", "latest": 0}
     assert run.events.named("checkpoint_failed") == [failed]
     assert complete_steps(run.folder) == []
@@ -527,7 +527,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     if mode == "async":
         run.settle()
         run.train(11)
-    assert run.position.saved == 10
+    assert run.position.saved_step == 10
     assert [path.name for path in run.folder.iterdir()] == ["step-10"]  # what was left of step 5 is gone
 
 
@@ -585,7 +585,7 @@ def test_a_model_of_hugging_faces_format_is_begun_with(make_run: Callable[..., R
     other = make_run(folder="elsewhere", adapter=Exporter(), initial_load_path=str(run.folder / "step-6"), **IMPORT)
     assert other.checkpoints.load()
     assert_equal(other.model.weight.detach(), run.model.weight.detach())
-    assert (other.position.saved, other.progress.step) == (0, 0)
+    assert (other.position.saved_step, other.progress.step) == (0, 0)
 
 
 def test_an_import_that_cannot_be_is_refused(make_run: Callable[..., Run], tmp_path: Path) -> None:
@@ -636,7 +636,7 @@ def test_a_last_save_that_fails_in_one_format_is_made_in_the_other(
     (failed,) = run.events.named("checkpoint_failed")
     assert (failed["step"], failed["latest"]) == (6, 5)
     assert reason in failed["error"]
-    assert run.position.saved == 6  # so that the other groups save nothing
+    assert run.position.saved_step == 6  # so that the other groups save nothing
     with pytest.raises(SaveError, match=rf"step 6 could not be saved as asked: .*{reason}.*training state.*step-6"):
         run.checkpoints.raise_last_failure()
     other = make_run()
@@ -798,7 +798,7 @@ def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
     make_run().train(10)
     run = make_run()
     assert run.checkpoints.load(5)
-    assert run.position.saved == 5
+    assert run.position.saved_step == 5
     with torch.no_grad():
         run.model.weight.fill_(7.0)
     run.train(10)
@@ -813,7 +813,7 @@ def test_what_was_saved_of_a_corrupt_state_is_withdrawn(make_run: Callable[..., 
     """Only what was saved behind the last digest that all had alike goes, a save that is not settled yet included."""
     run = make_run(async_mode=mode).train(5)
     run.checkpoints._settle(wait=True)
-    run.position.agreed = 5
+    run.position.agreed_step = 5
     run.train(10)
     run.settle()
     run.checkpoints.withdraw()
@@ -821,7 +821,7 @@ def test_what_was_saved_of_a_corrupt_state_is_withdrawn(make_run: Callable[..., 
     run.position.saved_corrupt = True
     run.checkpoints.withdraw()
     assert complete_steps(run.folder) == [5]
-    assert run.position.saved == 5
+    assert run.position.saved_step == 5
     assert [told["step"] for told in run.events.named("checkpoint_withdrawn")] == [10]
     assert not run.position.saved_corrupt
     run.checkpoints.withdraw()
@@ -855,7 +855,7 @@ def test_a_slow_save_of_a_corrupt_state_replaces_nothing(
     gate.open.set()
     run.checkpoints.withdraw()
     assert writer_of(run.folder / "step-5") == "group-1"
-    assert run.position.saved == 0
+    assert run.position.saved_step == 0
     (told,) = run.events.named("checkpoint_failed")
     assert "not the job's state" in told["error"]
     run.checkpoints.save(6)
@@ -1211,7 +1211,7 @@ def test_what_is_saved_between_rounds_is_the_anchors(make_run: Callable[..., Run
         ),
         outer=OuterModel([run.model], OuterOptimizer(1.0, 0.0, nesterov=False)),
     )
-    run.lent = strategy.lent
+    run.lend_agreed_weights = strategy.lend_agreed_weights
     anchor = run.model.weight.detach().clone()
     run.train(8)  # the save is due at step 5
     run.settle()
@@ -1338,7 +1338,7 @@ def test_a_model_alone_is_no_training_state(make_run: Callable[..., Run]) -> Non
     other = make_run(folder="elsewhere", initial_load_path=str(run.folder / "step-6"))
     assert other.checkpoints.load()
     assert_equal(other.model.weight, run.model.weight)
-    assert (other.progress.step, other.position.saved) == (0, 0)
+    assert (other.progress.step, other.position.saved_step) == (0, 0)
     assert other.events.named("data_reset") == []
 
 

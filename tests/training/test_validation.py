@@ -285,7 +285,7 @@ def test_the_state_after_a_validation_is_the_one_before_it(world: None) -> None:
         validator=SimpleNamespace(validate=validate, should_validate=lambda step: step == 3), model_parts=[model]
     )
     strategy: Any = SimpleNamespace(
-        lent=lend, steps_of=lambda update: 4 * update, updates_of=lambda step: -(-step // 4)
+        lend_agreed_weights=lend, steps_of=lambda update: 4 * update, updates_of=lambda step: -(-step // 4)
     )
     validate_updates(trainer, strategy)
     assert list(map(trainer.validator.should_validate, (4, 8))) == [True, False]

@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Leave on SIGTERM: all ranks of a group after the same vote, or not at all if a rank of it has died.
+"""Leave on SIGTERM: all ranks of a group leave after the same vote, or none if one of them has
+died.
 
 See docs/leaving.md.
 """
@@ -22,30 +23,39 @@ from titan_ft.run.events import NOT_BEGUN
 from titan_ft.system.threads import call_aside
 
 TERMINATED = 128 + signal.SIGTERM
-"""Exit status of a rank that did not leave but was ended."""
+"""Exit status of a rank that was ended before it could leave."""
 
-# Where Slurm signals every process of a job and the agent hands its own SIGTERM on, a worker gets the same one twice.
 _ONE_REQUEST_SECONDS = 1.0
+"""SIGTERMs within this time are one request. Slurm signals every process of a job, and the agent
+passes its own SIGTERM on. So a worker gets the same request twice."""
 _LEAVE_SECONDS = 2.0
-# Shares of the drain timeout. Until the first one, the group finishes its own steps of a round of several steps. Until
-# the second one, it waits for the other groups. The rest is for the exchange with them.
+# Shares of the drain timeout. Until the first one, the group finishes its local steps of a round.
+# Until the second one, it waits for the other groups. The rest is for the exchange with them.
 OWN_SHARE = 0.5
 WAITING_SHARE = 0.75
-_NO_VOTE_SECONDS = 1.0  # time to find a dead sibling for a rank that has nothing to finish
-_ABANDONED = "abandoned"  # a note's topic
-_ABANDON_SECONDS = 0.2  # for the neighbours to hear of it
+_NO_VOTE_SECONDS = 1.0
+"""A rank with nothing to finish ends after this time. Until then it may find a dead sibling."""
+_ABANDONED_TOPIC = "abandoned"  # of the note of a rank that ends without having left in order
+_ABANDON_SECONDS = 0.2  # until the neighbours have heard this note
 
 
 class Drain:
-    """One rank's part in leaving. Votes must be a barrier over the ranks of the group, the same votes on each of them.
+    """One rank's part in leaving.
 
-    A rank that is told to leave says the number of its next vote to all ranks before that vote. Right after each vote
-    every rank looks whether it has heard the number. A note reaches all ranks before the result of the vote that its
-    sender casts next, so all ranks find the number after the same vote. Without the number, a rank that is slow to
-    look after one vote could find what was said for the next.
+    All ranks of the group must cast the same votes, and each vote must be a barrier over the ranks.
+
+    A rank with a leave request sends the number of its next vote to all ranks, as a note, before
+    that vote. Right after each vote, every rank checks whether it has heard the number of this
+    vote. A note reaches all ranks before the result of the vote that its sender casts next. So all
+    ranks find the number after the same vote. Without the number, a rank that checks late after one
+    vote could find the note for the next vote.
+
+    `Rounds` calls the methods around votes, on the training thread. `request`, `spent` and
+    `is_urgent` may be called on any thread. Notes and losses come on the control tree's thread. If
+    a rank dies or its time is over, the other ranks of the group end as well.
 
     Args:
-        control: tree of the group's ranks.
+        control: control tree of the group's ranks.
         timeout_seconds: after this time the rank ends without having left in order.
         on_abandon: called with the reason before such an end, on another thread.
     """
@@ -59,50 +69,61 @@ class Drain:
         timeout_seconds: float,
         on_abandon: Callable[[str], None],
     ) -> None:
-        self._control, self._rank, self._num_ranks = control, rank, num_ranks
-        self._timeout_seconds, self._on_abandon = timeout_seconds, on_abandon
-        self._requested = self._left = False
+        self._control = control
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._timeout_seconds = timeout_seconds
+        self._on_abandon = on_abandon
+        self._requested = False
         self._requested_at = math.inf
-        self._votes = 0
-        self._begun = False
-        self._asks = self._announced = self._agreed = False
-        self._lost = ""  # ranks of the group, for people
-        self._hurries_since = -1  # number of votes at which this rank last said that its time is nearly over
+        self._num_votes = 0
+        self._is_busy = False  # this rank has something to finish
+        self._is_announced = False  # the others have heard of this rank's leave request
+        self._agreed = False  # the group leaves
+        self._left = False
+        self._lost = ""  # description of a lost rank of the group; empty = none is lost
+        self._hurried_at_vote = -1  # the last vote before which this rank said "hurry"
         self._lock = threading.Lock()
         self._ending = threading.Lock()
-        control.listen(_ABANDONED, self._follow_sibling)
+        control.listen(_ABANDONED_TOPIC, self._follow_sibling)
         control.listen_for_losses(self._note_loss)
 
     @property
     def requested(self) -> bool:
-        """Say whether this rank was told to leave, by SIGTERM, by `request` or by another rank of the group."""
+        """True after a leave request: by SIGTERM, by `request`, or by another rank of the group."""
         return self._requested
 
     @property
     def spent(self) -> float:
-        """Return which share of the timeout is over, by this rank's clock; 0 before this rank was told to leave."""
+        """Share of the timeout that is over, by this rank's clock; 0 before a leave request."""
         return max(0.0, time.monotonic() - self._requested_at) / self._timeout_seconds
 
     @property
     def is_urgent(self) -> bool:
-        """Say whether this rank's group should wait for no other group any more, by this rank's clock."""
+        """True if the group should no longer wait for other groups, by this rank's clock."""
         return self.spent >= WAITING_SHARE
 
     def install(self) -> None:
-        """Take SIGTERM as the request to leave, and a second one as the order to end at once; main thread only.
+        """Handle SIGTERM as a leave request, and a second SIGTERM as an order to end at once.
 
-        Signals that come within a second of the first count as that one. Processes that this one forks get SIGTERM's
-        default action.
+        Signals within a second of the first one count as that one. Processes that this one forks
+        get SIGTERM's default action. Main thread only.
         """
         receive, send = os.pipe()
         os.set_blocking(send, False)
-        threading.Thread(target=self._receive, args=(receive,), name="titan_ft_signals", daemon=True).start()
-        # The main thread may sit in a vote or a collective for long, where Python's handlers do not run. The byte that
-        # Python's C handler writes comes through at any time.
+        threading.Thread(
+            target=self._receive,
+            args=(receive,),
+            name="titan_ft_signals",
+            daemon=True,
+        ).start()
+        # Python's handlers do not run while the main thread is inside a vote or a collective,
+        # perhaps for long. Python's C handler writes a byte to the pipe at any time.
         signal.set_wakeup_fd(send, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.siginterrupt(signal.SIGTERM, False)  # libraries that know no EINTR need not see one
-        # A forked child must die of SIGTERM, and not write it to this process's pipe: not even right after the fork.
+        signal.siginterrupt(signal.SIGTERM, False)  # some libraries cannot handle EINTR
+        # A forked child must die of SIGTERM. It must not write to this process's pipe, not even
+        # right after the fork.
         os.register_at_fork(
             before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
             after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]),
@@ -110,52 +131,60 @@ class Drain:
         )
 
     def request(self) -> None:
-        """Ask the group to leave; any thread, returns at once. From now on the timeout runs."""
+        """Request that the group leaves; any thread, returns at once. The timeout starts now."""
         with self._lock:
             if self._requested:
                 return
-            self._requested, self._requested_at = True, time.monotonic()
+            self._requested = True
+            self._requested_at = time.monotonic()
         threading.Thread(target=self._expire, name="titan_ft_drain_timeout", daemon=True).start()
         self._end_with_siblings()
 
-    def begin(self) -> None:
-        """Note that this rank has something to finish, though it may not have come to a vote yet; training thread."""
-        self._begun = True
+    def mark_busy(self) -> None:
+        """Note that this rank has something to finish, even before its first vote."""
+        self._is_busy = True
 
     @property
     def seconds_left(self) -> float:
-        """Return how much of the timeout is left, by this rank's clock."""
+        """Rest of the timeout, by this rank's clock."""
         return max(0.0, (1.0 - self.spent) * self._timeout_seconds)
 
     def before_vote(self, may_leave: Callable[[], bool]) -> None:
-        """Tell the other ranks if this one was told to leave; training thread, right before each vote.
+        """Announce a leave request to the other ranks. Call this right before each vote.
+
+        Training thread.
 
         Args:
-            may_leave: says whether the group may leave after this vote, as this rank sees it. If not, this
-                rank tells the others before a later vote. It is asked only if this rank was told.
+            may_leave: returns True if the group may leave after this vote, as this rank sees it.
+                Otherwise this rank announces the request before a later vote. Called only after a
+                leave request.
         """
-        self._votes += 1
-        self._asks = self._requested and may_leave()
-        if self._asks and not self._announced:
-            self._control.say(f"leave/{self._votes}")
-            self._announced = True
+        self._num_votes += 1
+        if self._is_announced or not self._requested:
+            return
+        if may_leave():
+            self._control.say(f"leave/{self._num_votes}")
+            self._is_announced = True
 
     def after_vote(self) -> bool:
-        """Say whether the group leaves, from this vote on: the same on all its ranks; training thread."""
-        if not self._agreed and self._control.heard(f"leave/{self._votes}") is not None:
+        """Return True if the group leaves, from this vote on. Call this right after each vote.
+
+        The same on all its ranks. Training thread.
+        """
+        if not self._agreed and self._control.heard(f"leave/{self._num_votes}") is not None:
             self._agreed = True
             self.request()
         return self._agreed
 
     def wait_for_others(self, is_answered: Callable[[], bool], pause: Callable[[], object]) -> bool:
-        """Wait until a round of other groups is there; training thread.
+        """Wait until other groups are ready for a round; training thread.
 
         Args:
-            is_answered: says whether the round is there, for this rank.
-            pause: waits for it for a moment.
+            is_answered: returns True if they are, for this rank.
+            pause: waits for them for a moment.
 
         Returns:
-            False if the group, which was told to leave, waits no longer; the same on all its ranks.
+            False if the group leaves and waits no longer. The same on all its ranks.
         """
         while True:
             answered = is_answered()
@@ -166,45 +195,55 @@ class Drain:
             pause()
 
     def stops_waiting(self, is_answered: bool) -> bool:
-        """Say whether the group waits for other groups no longer: the same on all its ranks.
+        """Return True if the group no longer waits for other groups. The same on all its ranks.
 
         A waiting rank calls this again and again.
 
-        1. When the time of a rank is nearly over, the rank says "hurry". Its siblings then say it too, even if they
-           were not told to leave.
-        2. A rank that is answered before it has said "hurry" goes on. The group cannot leave without its word.
+        1. When the time of a rank is nearly over, the rank says "hurry". Its siblings then say it
+        too,
+           even without a leave request.
+        2. A rank that is answered before it has said "hurry" goes on. The group cannot leave
+        without
+           its word.
         3. A rank that is answered later proposes to go on.
-        4. All ranks hear "hurry" once each of them has said it. A rank that is not answered then proposes to leave.
+        4. All ranks hear "hurry" once each of them has said it. A rank that is not answered then
+           proposes to leave.
 
         The first proposal that reaches rank 0 decides for all ranks.
 
         Args:
-            is_answered: whether what this rank waits for is there.
+            is_answered: the other groups are ready, for this rank.
         """
-        is_new = self._hurries_since != self._votes
-        if is_new and (is_answered or not (self.is_urgent or self._is_a_sibling_urgent())):
-            return False
-        self._hurries_since = self._votes
-        said_by_all = f"hurry/{self._votes}"
-        if is_new:
+        vote = self._num_votes
+        said_by_all = f"hurry/{vote}"
+        has_hurried = self._hurried_at_vote == vote
+        if not has_hurried:
+            if is_answered:
+                return False
+            if not self.is_urgent and not self._is_a_sibling_urgent():
+                return False
+            self._hurried_at_vote = vote
             self._control.say_with_all(said_by_all)
             self._control.say(self._urgent_topic())
-        if not is_answered and self._control.heard(said_by_all) is None:
+        if is_answered:
+            proposal = "go on"
+        elif self._control.heard(said_by_all) is not None:
+            proposal = "leave"
+        else:
             return False
-        word = "go on" if is_answered else "leave"
-        return self._control.settle(f"waiting/{self._votes}", word) == "leave"
+        return self._control.settle(f"waiting/{vote}", proposal) == "leave"
 
     def _is_a_sibling_urgent(self) -> bool:
         return self._control.heard(self._urgent_topic()) is not None
 
     def _urgent_topic(self) -> str:
-        return f"urgent/{self._votes}"
+        return f"urgent/{self._num_votes}"
 
     def leave(self) -> None:
-        """Mark this rank as gone in order and wait, for 2 seconds at most, until all ranks are.
+        """Mark this rank as gone in order. Wait, for 2 seconds at most, until all ranks are.
 
-        Call it last of all, also when training has finished: the siblings may need this rank to pass on what they say,
-        and a rank that ends without this mark counts as dead.
+        Call this last of all, also when training has finished. The siblings may need this rank to
+        pass on their messages, and a rank that ends without this mark counts as dead.
         """
         self._left = True
         self._control.leave(_LEAVE_SECONDS)
@@ -215,25 +254,28 @@ class Drain:
         if loss.silent_seconds:
             return  # rank 0 ends the group, and reports the silent ranks (`Links`)
         where = f" (on {loss.host})" if loss.host else ""
-        self._lost = self._lost or f"rank {loss.rank} of this group{where} is gone ({loss.reason})"
+        if not self._lost:
+            self._lost = f"rank {loss.rank} of this group{where} is gone ({loss.reason})"
         self._end_with_siblings()
 
     def _follow_sibling(self, _: str) -> None:
-        """Take the end of a rank whose time is over for the request to leave: this rank may not have got one."""
+        """Treat the end of a sibling whose time is over as a leave request."""
         if not self._left:
             self.request()
             self._end_with_siblings()
 
     def _end_with_siblings(self) -> None:
-        """End now if this rank was told to leave and another rank has died or given up.
+        """End now if this rank has a leave request, and another rank has died or ended.
 
-        The step cannot be finished then. An agent sends SIGTERM to the other ranks when one dies. The end of a rank
-        that gave up tells the siblings through the tree, which its own thread must not wait for.
+        The step cannot be finished then. When a rank dies, the agent sends SIGTERM to the other
+        ranks. When this rank ends, it tells its siblings through the tree. The tree's own thread
+        must not wait for that, so the end runs on another thread.
         """
         if not self._requested or self._left:
             return
-        if self._control.heard(_ABANDONED) is not None:
-            call_aside(partial(self._abandon, "another rank of this group had to end"), "titan_ft_abandon")
+        if self._control.heard(_ABANDONED_TOPIC) is not None:
+            reason = "another rank of this group had to end"
+            call_aside(partial(self._abandon, reason), "titan_ft_abandon")
         elif self._lost:
             line = f"{self._lost}, so that its step cannot be finished: ending at once"
             self._end(TERMINATED, partial(print_line, line))
@@ -241,7 +283,7 @@ class Drain:
     # Threads
 
     def _receive(self, receive: int) -> None:
-        """Read the numbers of the signals that came."""
+        """Read the numbers of the signals that this process gets."""
         first: float | None = None
         while True:
             if signal.SIGTERM not in os.read(receive, 64):
@@ -253,27 +295,31 @@ class Drain:
                 os._exit(TERMINATED)
 
     def _expire(self) -> None:
-        """End when the time is over, or soon if this rank has not come to a vote: then it has nothing to finish."""
-        began = time.monotonic()
+        """End this rank when its time is over, or soon if it has nothing to finish."""
+        started = time.monotonic()
         if self._num_ranks > 1:
             time.sleep(min(_NO_VOTE_SECONDS, self._timeout_seconds))
         reason = NOT_BEGUN
-        if self._votes or self._begun:
-            time.sleep(max(0.0, began + self._timeout_seconds - time.monotonic()))
+        if self._num_votes or self._is_busy:
+            time.sleep(max(0.0, started + self._timeout_seconds - time.monotonic()))
             reason = f"fault_tolerance.drain_timeout_seconds ({self._timeout_seconds:g} s) is over"
         self._abandon(reason)
 
     def _abandon(self, reason: str) -> None:
         line = f"SIGTERM: ending without having left in order, because {reason}"
-        # A rank that has left has said so already, and only hangs in its clean-up.
-        last_words = (
-            () if self._left else (partial(print_line, line), partial(self._on_abandon, reason), self._tell_abandoned)
+        if self._left:
+            self._end(0)  # the siblings know that this rank has left; it only hangs in its clean-up
+            return
+        self._end(
+            0,
+            partial(print_line, line),
+            partial(self._on_abandon, reason),
+            self._announce_abandoned,
         )
-        self._end(0, *last_words)
 
-    def _tell_abandoned(self) -> None:
-        """Let the siblings end as well. Without the mark that this rank has left, they would take it for dead."""
-        self._control.say(_ABANDONED)
+    def _announce_abandoned(self) -> None:
+        """Let the siblings end as well. Without this note, they would report this rank as dead."""
+        self._control.say(_ABANDONED_TOPIC)
         self._control.announce_end(_ABANDON_SECONDS)
 
     def _end(self, status: int, *last_words: Callable[[], object]) -> None:
@@ -288,5 +334,8 @@ def _forget_signals() -> None:
 
 
 def print_line(line: str) -> None:
-    """Print a line to stderr, whatever the other threads are at."""
-    os.write(2, f"titan_ft: {line}\n".encode())  # sys.stderr may be locked by a thread that hangs
+    """Print a line to stderr, even if other threads hang."""
+    os.write(
+        2,
+        f"titan_ft: {line}\n".encode(),
+    )  # a thread that hangs may hold the lock of sys.stderr

@@ -1,58 +1,84 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The fragments of Streaming DiLoCo (arXiv 2501.18512): which parameters are exchanged together."""
+"""The fragments of Streaming DiLoCo (arXiv 2501.18512): which parameters are exchanged together.
+
+See docs/semi_sync.md.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 
-def cut(sizes: Mapping[str, int], num_fragments: int) -> list[int]:
-    """Deal the blocks of a model out to fragments of about equal size.
+def assign(sizes: Mapping[str, int], num_fragments: int) -> list[int]:
+    """Assign the blocks of a model to fragments of about equal size.
 
-    The largest block first, each to the fragment that has least so far: equal layers are dealt out in turn, as in the
-    paper's strided fragments.
+    The largest block comes first, and each block goes to the smallest fragment so far. So equal
+    layers are assigned in turn, as in the paper's strided fragments.
 
     Args:
-        sizes: of each parameter, by its name, in the order of the model.
+        sizes: size of each parameter, by its name, in the order of the model.
 
     Returns:
-        The fragment of each parameter. Some fragments have none if there are too few blocks.
+        The fragment of each parameter. If there are too few blocks, some fragments are empty.
     """
-    blocks: dict[str, int] = {}
+    block_sizes: dict[str, int] = {}
     for name, size in sizes.items():
-        blocks[block_of(name)] = blocks.get(block_of(name), 0) + size
-    filled = [0] * num_fragments
+        block = block_of(name)
+        block_sizes[block] = block_sizes.get(block, 0) + size
+    # The sort is stable: blocks of the same size stay in the order of the model.
+    largest_first = sorted(block_sizes, key=lambda block: -block_sizes[block])
+    fragment_sizes = [0] * num_fragments
     fragment_of = {}
-    for block in sorted(blocks, key=lambda block: -blocks[block]):  # stable: equal ones in the model's order
-        fragment_of[block] = fragment = filled.index(min(filled))
-        filled[fragment] += blocks[block]
+    for block in largest_first:
+        fragment = fragment_sizes.index(min(fragment_sizes))
+        fragment_of[block] = fragment
+        fragment_sizes[fragment] += block_sizes[block]
     return [fragment_of[block_of(name)] for name in sizes]
 
 
 def block_of(name: str) -> str:
-    """Return the module of a parameter that is cut no further: a numbered layer, or a child of the model."""
+    """Return the block of a parameter: its numbered layer, or else its child of the model.
+
+    Fragments do not cut blocks.
+    """
     parts = name.split(".")
-    numbered = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
-    return ".".join(parts[: numbered + 1])
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: place + 1])
+    return parts[0]
 
 
 def find(names: Sequence[str], modules: Sequence[Sequence[str]]) -> list[int | None]:
-    """Return the fragment of each parameter by the modules that each fragment has; None for one that is in none.
+    """Return the fragment of each parameter; None = the parameter is in no fragment.
 
-    Where both a module and a part of it are named, the part's counts.
+    If both a module and a part of it are named, the fragment of the part counts.
+
+    Args:
+        modules: of each fragment, the names of its modules.
     """
-    fragment_of = {module: number for number, fragment in enumerate(modules) for module in fragment}
-    return [next((fragment_of[each] for each in _modules_of(name) if each in fragment_of), None) for name in names]
+    fragment_of = {}
+    for number, fragment in enumerate(modules):
+        for module in fragment:
+            fragment_of[module] = number
+    found: list[int | None] = []
+    for name in names:
+        named = [module for module in _modules_of(name) if module in fragment_of]
+        found.append(fragment_of[named[0]] if named else None)
+    return found
 
 
-def unknown(names: Sequence[str], modules: Sequence[Sequence[str]]) -> set[str]:
-    """Return those of the modules that have none of these parameters."""
-    known = {module for name in names for module in _modules_of(name)}
-    return {module for fragment in modules for module in fragment} - known
+def find_unknown(names: Sequence[str], modules: Sequence[Sequence[str]]) -> set[str]:
+    """Return the modules that have none of these parameters."""
+    unknown: set[str] = set()
+    for fragment in modules:
+        unknown.update(fragment)
+    for name in names:
+        unknown.difference_update(_modules_of(name))
+    return unknown
 
 
 def _modules_of(name: str) -> list[str]:
-    """Return the names that a parameter is found under, its own first, the outermost module's last."""
+    """Return the name of a parameter and those of its modules, the innermost first."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]

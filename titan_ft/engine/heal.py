@@ -1,17 +1,23 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The heal: a group that lacks the job's state gets it from holders, while the other groups train on.
+"""The heal: a group that lacks the job's state gets it from holders, while the others train on.
 
-There is one way in. The group asks the holders that it finds for an offer, fetches the offered state, takes part in the
-exchanges without gradients and queues their sums, loads the state, replays the queue, and is ready. The phases and the
-transitions are in `protocol/healing.py`; docs/heal.md follows one through the files.
+There is one way in. The group asks the holders that it finds for an offer, and fetches the offered
+state. Meanwhile it takes part in the exchanges without gradients, and queues their sums. Then it
+loads the state, replays the queue, and is ready.
 
-    asks (`OfferSearch`) -> fetches (`CatchUp`) -> loads and replays -> applies the last update with the holders
+    asks (`OfferSearch`) -> fetches (`CatchUp`) -> loads and replays -> applies the last update
+    together with the holders
+
+The phases and their transitions are in `protocol/healing.py`. docs/heal.md follows one heal through
+the files.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +30,7 @@ from titan_ft.engine.round import PAUSE_SECONDS, Rounds
 from titan_ft.gradients.exchange import GradientExchange
 from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol import decision as decisions
-from titan_ft.protocol.decision import decide, gives_next, is_update
+from titan_ft.protocol.decision import decide, is_update, releases_held_back
 from titan_ft.protocol.errors import Leaving, first_line
 from titan_ft.protocol.healing import NO_OFFER, Healing, Offer, OutdatedError, Phase, VoidError
 from titan_ft.protocol.ledger import Ledger
@@ -48,23 +54,33 @@ from titan_ft.transfer.wire import TransferError
 
 logger = logging.getLogger(__name__)
 
-_MIN_ASKED = 8  # ask at least this many groups at once, even if `heal_donors` is smaller
-_MAX_SLOW_ROUNDS = 3  # at this many slow rounds in a row, with more updates still queued, the others are asked to wait
-_LOAD_TIMES_IN_RESERVE = 4  # load now only if this many load times remain before the others' next update
+_MIN_ASKED = 8
+"""Ask at least this many groups at once, even if `heal_donors` is smaller."""
+_MAX_SLOW_ROUNDS = 3
+"""After this many slow rounds in a row, ask the others to wait if more updates are queued."""
+_MIN_REPLAYED = 2
+"""Replay at least this many updates in each round. The others make one in the same time."""
+_LOAD_TIMES_IN_RESERVE = 4
+"""Load now only if this many load times remain before the others' next update."""
 _POLL_SECONDS = 0.05  # between two looks at the other ranks of the group and at the other groups
 
 
 class Heal:
-    """Brings this rank's group to the job's state; see `run`. Training thread only.
+    """Brings this rank's group to the job's state; see `run`.
 
-    All ranks of a group call the same methods alike, and agree on what only one of them can know
-    (`GroupCollectives.gather`).
+    `ReplicaDimension` calls `await_offer` when a group joins, and `run` for each heal. Training
+    thread only, except for `_fetch`. All ranks of a group call the same methods in the same order.
+    They agree on facts that only one of them can know (`GroupCollectives.gather`). If `run` raises,
+    the group lacks the state, and its process ends.
 
     Args:
         nominal_tokens: tokens of a step with all groups present.
         token: the run's shared secret.
-        ranks_on_host: ranks that share this host's memory.
+        ranks_on_host: number of ranks that share this host's memory.
         apply: applies an update as a live step would.
+
+    Attributes:
+        ended_on_update: the last round of the heal was an update.
     """
 
     def __init__(
@@ -96,87 +112,101 @@ class Heal:
         self._token = token
         self._ranks_on_host = ranks_on_host
         self._apply = apply
-        # Groups may offer different states, and the most frequent one counts. So more groups are asked than give.
-        # 0 = all.
+        # Groups may offer different states, and the state in most offers counts. So ask more groups
+        # than serve the state; 0 = all.
         num_asked = max(_MIN_ASKED, config.heal_donors) if config.heal_donors else 0
         self._search = OfferSearch(rounds.find_holders, token, num_asked)
         self._lookout = Lookout(position, rounds, group)
         self._pace = _Pace()
-        # Joiners ask from their own slots on, so that many that come together ask different holders.
+        # A joiner asks the slots after its own first. So many joiners that come together ask
+        # different holders.
         self._healing = Healing(Phase.READY, last_donor=config.replica_id)
         self._attempt: CatchUp | None = None
-        self._lost: set[int] = set()  # donors that give nothing to this rank any more; written by the fetch's thread
+        # Donors that serve this rank no more. The thread of the fetch writes it.
+        self._lost: set[int] = set()
         self._offer: Offer | None = None  # found by `await_offer`, for the heal that follows
-        self._least_step = 1  # ask for at least this many updates: older states are outdated
-        self.ended_on_update = False  # the last round was an update; `ReplicaDimension.opens` reads it after the heal
+        self._least_step = 1  # states with fewer updates are outdated
+        self.ended_on_update = False
 
     def await_offer(self, beyond: int) -> bool:
-        """Wait for the quorum asked for, or until a group offers a state of more than `beyond` updates.
+        """Wait for the requested quorum, or for the offer of a state with more than `beyond`
+        updates.
+
+        The holders of such a state come to a quorum only at the end of their step or round.
 
         Returns:
-            True if a state is offered: this group must `run`. Its holders come to a quorum only at the end of their
-            step or round.
+            True if a state is offered. The caller must then `run` the heal.
         """
-        self._rounds.ask()
-        while not any(self._group.gather(self._rounds.awaited)):
-            if (offer := self._poll_search(beyond + 1)) is not None:
+        self._rounds.request_quorum()
+        while not any(self._group.gather(self._rounds.quorum_ready)):
+            offer = self._poll_search(beyond + 1)
+            if offer is not None:
                 self._offer = offer
                 return True
             self._pause()
         return False
 
     def run(self) -> float:
-        """Heal. This group is READY afterwards, with the holders' state or, after a roll-back, with its own; and the
-        quorum of its next round is asked for.
+        """Heal.
+
+        Afterwards this group is READY, and the quorum of its next round is requested. It has the
+        state of the holders or, after a roll-back, its own.
 
         Returns:
-            The seconds it took.
+            The duration of the heal in seconds.
 
         Raises:
             JobLostError: no group that has the state is left.
             DivergedError: the groups' states differ without a majority.
-            Leaving: the group was told to leave.
+            Leaving: the group got a leave request.
         """
         started = time.monotonic()
-        # A newcomer asks before it has a quorum. The others' exchange may need its former process: then it breaks, and
-        # the newcomer joins the repetition.
-        is_new = self._rounds.last is None and not self._strategy.is_long
-        self._begin()
+        # A newcomer fetches before its first quorum. The exchange of the others may need its former
+        # process. Then that exchange breaks, and the newcomer joins its repetition.
+        is_new = self._rounds.last_round is None and not self._strategy.is_long
+        self._start()
         while not self._is_in(Phase.READY):
             if is_new or self._strategy.is_long:
                 self._prepare_until_quorum()
                 if self._is_in(Phase.READY):
                     break
             self._rounds.launch_empty()
-            others_wait = is_new and self._meet()
+            others_repeat = is_new and self._meet_first_quorum()
             is_new = False
-            self._prepare_during_step(others_wait)
+            self._prepare_during_step(others_repeat)
             self._take_in(self._rounds.make())
-        self._exchange.room.drop()
-        self._rounds.begin()
-        self._rounds.ask()
+        self._exchange.copy_memory.drop()
+        self._rounds.mark_busy()
+        self._rounds.request_quorum()
         return time.monotonic() - started
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._position.fall_behind()
         self._lookout.reset()
         self._pace = _Pace()
         self._search.pause(0.0)
-        self._rounds.retract()
+        self._rounds.retract_offer()
         self._go(Healing(max_queued=self._agree_on_queue(), last_donor=self._config.replica_id))
         self._least_step = 1
-        if self._rounds.last is not None:
-            self._note_step(self._rounds.last)
-        self.ended_on_update = True  # the missed round may have been an update: assume so
+        if self._rounds.last_round is not None:
+            self._note_step(self._rounds.last_round)
+        # If the heal ends before its first round: the round that this group missed may have been an
+        # update, so assume that it was.
+        self.ended_on_update = True
         if self._offer is not None:
             offer, self._offer = self._offer, None
-            self._take(offer)
+            self._start_attempt(offer)
 
     def _agree_on_queue(self) -> int:
-        """Return how many updates this group may queue: as many as the rank with the least room, whatever each sees."""
-        exchange = self._exchange
-        on_device = exchange.room.keep_on_device()
-        own = most_updates(self._config, free_bytes(), self._ranks_on_host, exchange.room.num_bytes, on_device)
+        """Return how many updates this group may queue: as many as its rank with least memory."""
+        copies = self._exchange.copy_memory
+        own = most_updates(
+            self._config,
+            free_bytes(),
+            self._ranks_on_host,
+            copies.num_bytes,
+            copies.keep_on_device(),
+        )
         return min(self._group.gather(own))
 
     def _go(self, healing: Healing) -> None:
@@ -190,45 +220,47 @@ class Heal:
     # Before a quorum, and while the others compute
 
     def _prepare_until_quorum(self) -> None:
-        """Ask, fetch, load and replay until the others come to their exchange. The quorum is asked for first, so that
-        they do not wait for this group.
+        """Ask, fetch, load and replay until the others come to their exchange.
+
+        The quorum is requested first, so that the others do not wait for this group.
 
         Raises:
-            Leaving: the group was told to leave. It has nothing to finish.
+            Leaving: the group got a leave request. It has nothing to finish.
         """
-        began = time.monotonic()
-        self._rounds.ask()
+        self._rounds.request_quorum()
         while not self._is_in(Phase.READY):
-            self._leave_if_told()
+            self._leave_if_requested()
             if self._is_in(Phase.ASKING):
-                # Before the check below: holders that wait for this group make rounds without pause, and the quorum
-                # may always be ready.
+                # Before the check below: holders that wait for this group make rounds without
+                # pause, and the quorum may always be ready.
                 self._ask()
-            if any(self._group.gather(self._rounds.awaited)):
+            if any(self._group.gather(self._rounds.quorum_ready)):
                 return
             if self._is_in(Phase.REPLAYING) and self._has_work:
-                self._replay_until(began)  # that time has passed: replay two updates, then look for a leave request
+                # The smallest piece of work: a leave request must not wait for all of the queue.
+                self._replay_until(-math.inf)
             else:
                 self._pause()
             self._conclude()
 
-    def _prepare_during_step(self, others_wait: bool) -> None:
-        """Ask, fetch, load and replay while the others compute a step, as far as that does not hold them up.
+    def _prepare_during_step(self, others_repeat: bool) -> None:
+        """Ask, fetch, load and replay while the others compute a step, without delaying them.
 
         A state that arrives early in a step is loaded in it, and the group trains the next step.
 
         Args:
-            others_wait: they do not compute, but make an exchange again that broke with this group's former process.
+            others_repeat: the others do not compute. They repeat an exchange that broke with this
+                group's former process.
         """
         self._pace.note_step()
-        if others_wait and not self._is_worth_a_wait():
+        if others_repeat and not self._is_worth_a_wait():
             return
         while self._is_in(Phase.ASKING) and self._may_ask():
             self._ask()
             if self._is_in(Phase.FETCHING):
-                self._rounds.begin()
+                self._rounds.mark_busy()
                 self._await_state()
-            elif all(self._group.gather(self._exchange.under_way)):
+            elif all(self._group.gather(self._exchange.waits_for_members)):
                 self._pause()
             else:
                 return
@@ -239,144 +271,172 @@ class Heal:
             self._replay_until(self._pace.find_latest(self._state.load_seconds))
 
     def _await_state(self) -> None:
-        """Wait for the state while the others compute a step, for as long as it can be loaded."""
+        """Wait for the state while the others compute a step, as long as it can still be loaded."""
         self._make_room()
+        # Not in a round of several steps, which takes too long: a leave request would go unnoticed.
         while self._is_in(Phase.FETCHING) and not self._strategy.is_long:
-            # A round of several steps is too long to block in: a leave request would go unnoticed.
-            until = self._pace.find_latest(self._state.load_seconds)
-            if any(self._group.gather(time.monotonic() >= until or not self._exchange.under_way)):
+            latest = self._pace.find_latest(self._state.load_seconds)
+            is_summing = self._exchange.waits_for_members
+            if any(self._group.gather(time.monotonic() >= latest or not is_summing)):
                 return
             if self._attempt is not None:
                 with self._rounds.waiting():
-                    self._attempt.wait(min(_POLL_SECONDS, until - time.monotonic()))
+                    self._attempt.wait(min(_POLL_SECONDS, latest - time.monotonic()))
             self._conclude()
 
     def _make_room(self) -> None:
         """Allocate memory for the next update now. Later, the allocation would delay the others."""
         if not self._healing.others_wait:
-            self._exchange.room.prepare()
+            self._exchange.copy_memory.prepare()
 
     def _is_worth_a_wait(self) -> bool:
-        """True if a load now costs the waiting groups, together, less than one group's step.
+        """Return True if the others lose less by waiting for a load than this group does without
+        it.
 
-        The cost per group is twice `load_seconds`: load and digest. Otherwise this group is back one step later. Never
-        true while a duration is unknown (0).
+        The wait costs each of the others twice `load_seconds`: load and digest. Without it, this
+        group is back one step later, which costs one group's step. Unknown durations (0) are never
+        worth a wait.
         """
         if not self._is_in(Phase.REPLAYING):
             return False
-        others = len(self._rounds.meet().members) - 1
-        costs = 2 * self._state.load_seconds * others
-        return all(self._group.gather(0 < costs < self._pace.update_seconds))
+        num_others = len(self._rounds.get_quorum().members) - 1
+        cost = 2 * self._state.load_seconds * num_others
+        is_worth_it = cost > 0 and cost < self._pace.update_seconds
+        return all(self._group.gather(is_worth_it))
 
-    def _leave_if_told(self) -> None:
-        """Leave at once: a group that heals has nothing to finish.
+    def _leave_if_requested(self) -> None:
+        """Leave at once after a leave request: a group that heals has nothing to finish.
 
         Raises:
-            Leaving: the group was told to leave.
+            Leaving: the group got a leave request.
         """
-        if any(self._group.gather(self._rounds.told_to_leave)):
+        if any(self._group.gather(self._rounds.leave_requested)):
             self._position.leave()
             raise Leaving
 
     def _pause(self) -> None:
-        """Wait a moment. The leading rank waits for its search, if one is under way.
+        """Wait a moment for the next event of this heal.
 
-        Otherwise a rank waits for the quorum, or sleeps if the quorum is there.
+        The leading rank waits for its search, if one is under way. Otherwise a rank waits for the
+        quorum, or sleeps if the quorum is ready.
         """
         with self._rounds.waiting():
             if self._group.leads and self._search.wait(_POLL_SECONDS):
                 return
-            if self._rounds.awaited:
+            if self._rounds.quorum_ready:
                 time.sleep(_POLL_SECONDS)
             else:
                 self._rounds.pause(_POLL_SECONDS)
 
     # ASKING
 
-    def _meet(self) -> bool:
-        """Wait for the first quorum; return True if the others repeat a broken exchange and wait.
+    def _meet_first_quorum(self) -> bool:
+        """Wait for the first quorum; return True if the others repeat a broken exchange in it.
 
-        A later state in the quorum makes the fetched state outdated. An earlier one does not: the donor may be outside
-        of this quorum.
+        A later state in the quorum makes the fetched state outdated. An earlier state does not: the
+        donor may be outside of this quorum.
         """
-        quorum = self._rounds.meet()
+        quorum = self._rounds.get_quorum()
         self._least_step = max(self._group.gather(quorum.max_step))
         if self._is_in(Phase.ASKING):
             return False
         if self._least_step > self._healing.from_step:
             self._give_up(OutdatedError("the others have made an update since"))
             return False
-        self._rounds.begin()  # from here on a leave request takes effect after the round, so that it is not broken
+        self._rounds.mark_busy()
         return True
 
     def _may_ask(self) -> bool:
-        """True if the holders show their digests in the next round, so that it confirms the bytes fetched until then.
+        """Return True if the next round confirms the bytes that are fetched until then.
 
-        The holders show digests if this group is new to them, or if its last row asked for the state.
+        The holders show their digests in it if this group is new to them, or if its last row asked
+        for the state.
         """
         if self._strategy.is_long:
-            return False  # in such rounds a group asks before the quorum (`_prepare_until_quorum`)
-        last = self._rounds.last
+            # In a round of several steps, a group asks before the quorum (`_prepare_until_quorum`).
+            return False
+        last = self._rounds.last_round
         if last is None:
-            quorum = self._rounds.meet()
-            return all(self._group.gather(quorum.error is None and len(quorum.members) > 1))
+            quorum = self._rounds.get_quorum()
+            has_others = quorum.error is None and len(quorum.members) > 1
+            return all(self._group.gather(has_others))
         own = last.rows[last.quorum.rank]
-        return not own.has_state and own.donor < 0 and bool(last.verdict.holders)
+        return own.asks_for_state and bool(last.verdict.holders)
 
     def _note_step(self, made: Round) -> None:
-        """Take in which state the holders have after a round."""
+        """Note the step of the holders' state after a round."""
         if made.verdict.holders:
             self._least_step = made.verdict.step + int(is_update(made, self._config))
 
     def _ask(self) -> None:
-        """Look for an offer, and begin to fetch what is offered."""
-        if (offer := self._poll_search(self._least_step)) is not None:
-            self._take(offer)
+        """Look for an offer, and start to fetch the offered state."""
+        offer = self._poll_search(self._least_step)
+        if offer is not None:
+            self._start_attempt(offer)
 
     def _poll_search(self, least_step: int) -> Offer | None:
-        """Return an offer that the group's leading rank has found; None if it has found none yet."""
-        found = self._search.poll(least_step, self._healing.last_donor) if self._group.leads else None
-        number = self._group.gather(0 if found is None else len(found.slots))[0]
-        if number == 0:
+        """Return an offer that the group's leading rank has found; None = it has found none yet."""
+        found = NO_OFFER
+        if self._group.leads:
+            found = self._search.poll(least_step, self._healing.last_donor)
+        gather = self._group.gather
+        # Only the leading rank, rank 0, knows the offer: each number is rank 0's.
+        num_slots = gather(len(found.slots))[0]
+        if num_slots == 0:
             return None
-        offer = found or NO_OFFER
-        facts = (offer.step, offer.lineage, offer.digest, offer.milliseconds, offer.elapsed_milliseconds)
-        step, lineage, digest, duration, elapsed = (self._group.gather(fact)[0] for fact in facts)
-        own = (0,) * number if found is None else found.slots
-        slots = tuple(self._group.gather(slot)[0] for slot in own)
-        # Remember the offered step. If its holders die before a round shows it, the job must not silently start over.
-        self._position.hear(step)
-        return Offer(slots, step, lineage, digest, duration, elapsed)
+        step = gather(found.step)[0]
+        lineage = gather(found.lineage)[0]
+        digest = gather(found.digest)[0]
+        milliseconds = gather(found.milliseconds)[0]
+        elapsed_milliseconds = gather(found.elapsed_milliseconds)[0]
+        own_slots = found.slots or (0,) * num_slots
+        slots = tuple(gather(slot)[0] for slot in own_slots)
+        # Remember the offered step. If its holders die before a round shows it, the job must not
+        # silently start over.
+        self._position.note_seen(step)
+        return Offer(slots, step, lineage, digest, milliseconds, elapsed_milliseconds)
 
-    def _take(self, offer: Offer) -> None:
-        """Begin to fetch an offered state."""
-        most = self._strategy.limit_donors(len(offer.slots))
-        self._go(self._healing.take(offer, most))
+    def _start_attempt(self, offer: Offer) -> None:
+        """Start to fetch an offered state."""
+        max_donors = self._strategy.limit_donors(len(offer.slots))
+        self._go(self._healing.take(offer, max_donors))
         self._pace.note_offer(offer)
-        self._rounds.expect(offer.slots)
+        self._rounds.note_donors(offer.slots)
         self.ended_on_update = False
-        healing, self._lost = self._healing, set()
+        self._lost = set()
+        healing = self._healing
         self._events.emit(
             HealStarted(
-                donor=healing.donor, donors=[*healing.donors], from_step=healing.from_step, step=healing.from_step
-            )
+                donor=healing.donor,
+                donors=[*healing.donors],
+                from_step=healing.from_step,
+                step=healing.from_step,
+            ),
         )
         if not self._strategy.is_long:
             self._make_room()
         self._attempt = CatchUp(partial(self._fetch, healing, self._lost), healing.max_queued)
 
     def _fetch(
-        self, healing: Healing, lost: set[int], cancelled: object, note_share: Callable[[float], None]
+        self,
+        healing: Healing,
+        lost: set[int],
+        cancelled: threading.Event,
+        note_share: Callable[[float], None],
     ) -> Snapshot:
         """Fetch this rank's part of the state; on the attempt's thread."""
         try:
             addresses = self._rounds.find_addresses(healing.donors)
         except OSError as error:
-            raise TransferError(f"groups {[*healing.donors]} offered their state: {first_line(error)}") from error
+            reason = first_line(error)
+            raise TransferError(
+                f"groups {[*healing.donors]} offered their state: {reason}",
+            ) from error
 
         def lose(place: int, error: str) -> None:
-            lost.add(healing.donors[place])
-            self._events.emit(DonorLost(donor=healing.donors[place], from_step=healing.from_step, error=error))
+            donor = healing.donors[place]
+            lost.add(donor)
+            self._events.emit(DonorLost(donor=donor, from_step=healing.from_step, error=error))
 
         return fetch(
             addresses,
@@ -385,7 +445,7 @@ class Heal:
             str(self._config.replica_id),
             CONNECTIONS,
             SLICE_SECONDS,
-            cancelled,  # type: ignore[arg-type]  # a threading.Event
+            cancelled,
             lose,
             note_share,
         )
@@ -393,7 +453,12 @@ class Heal:
     # FETCHING
 
     def _conclude(self) -> None:
-        """Go on if all ranks of the group have their part of the state; give the attempt up if one failed."""
+        """Make the transition that the attempt's progress allows.
+
+        All ranks have their part of the state: go on to REPLAYING. One rank's fetch failed: give
+            the
+        attempt up. The state is loaded, confirmed and replayed: go on to READY.
+        """
         if self._attempt is None:
             return
         if self._is_in(Phase.REPLAYING):
@@ -401,7 +466,8 @@ class Heal:
             return
         fetched = Fetched(min(self._group.gather(self._attempt.fetched())))
         if fetched is Fetched.FAILED:
-            self._give_up(VoidError(self._attempt.error or "the fetch failed on another rank of this group"))
+            error = self._attempt.error or "the fetch failed on another rank of this group"
+            self._give_up(VoidError(error))
         elif fetched is Fetched.DONE:
             self._note_fetched(self._attempt.snapshot())
         else:
@@ -411,39 +477,49 @@ class Heal:
                 self._end_queue(self._attempt)
 
     def _note_fetched(self, snapshot: Snapshot) -> None:
-        fits = (snapshot.step, snapshot.lineage) == (self._healing.from_step, self._healing.lineage)
-        if all(self._group.gather(fits)):
+        offered = (self._healing.from_step, self._healing.lineage)
+        is_offered_state = (snapshot.step, snapshot.lineage) == offered
+        if all(self._group.gather(is_offered_state)):
             self._go(self._healing.note_fetched())
         else:
-            self._give_up(VoidError("the donor's state is not the one that the others went on from"))
+            reason = "the donor's state is not the one that the others went on from"
+            self._give_up(VoidError(reason))
 
     def _follow_donors(self) -> None:
-        """Name a donor that still serves all ranks, if the named one does not. Later joiners avoid the named donor."""
-        # Each rank loses donors on its own. No rank may name a donor that another rank has lost.
+        """Name a donor that still serves all ranks, if the named one does not.
+
+        Later joiners avoid the named donor. Each rank loses donors on its own. No rank may name a
+        donor that another rank has lost.
+        """
         lost = self._group.union(set(self._lost))
         donors = self._healing.donors
-        giving = [slot for slot in donors if slot not in lost]
-        if giving and giving[0] != donors[0]:
-            self._go(self._healing.follow(giving[0]))
+        serving = [slot for slot in donors if slot not in lost]
+        if serving and serving[0] != donors[0]:
+            self._go(self._healing.rename_donor(serving[0]))
 
     def _end_queue(self, attempt: CatchUp) -> None:
-        """Fetch a newer state if all ranks would have it in time, once in a heal; else let the others wait."""
+        """Act on a full queue: fetch a newer state, or let the others wait.
+
+        The group fetches a newer state once in a heal, and only if all ranks would have it in time.
+        """
         healing = self._healing
-        size = len(healing.queued) * self._exchange.room.num_bytes / 2**20
+        num_queued = len(healing.queued)
+        mebibytes = num_queued * self._exchange.copy_memory.num_bytes / 2**20
         reason = (
-            f"{len(healing.queued)} updates ({size:,.1f} MiB on this rank) are queued, all that "
-            f"{self._queue_bound()} allows, and the state is not there yet"
+            f"{num_queued} updates ({mebibytes:,.1f} MiB on this rank) are queued, all that "
+            f"{self._name_queue_bound()} allows, and the state is not there yet"
         )
         if healing.is_renewed or not all(self._group.gather(attempt.newer_would_be_in_time)):
             self._let_wait(reason)
             return
         logger.warning("fetching a newer state: %s", reason)
-        self._events.emit(CatchUpRenewed(donor=healing.donor, from_step=healing.from_step, reason=reason))
+        self._events.emit(
+            CatchUpRenewed(donor=healing.donor, from_step=healing.from_step, reason=reason),
+        )
         self._drop_attempt()
         self._go(healing.renew())
 
-    def _queue_bound(self) -> str:
-        """Name what bounds the queue."""
+    def _name_queue_bound(self) -> str:
         if self._config.catch_up_max_gb:
             return f"fault_tolerance.catch_up_max_gb ({self._config.catch_up_max_gb:g})"
         return "half of the host's free memory"
@@ -452,16 +528,21 @@ class Heal:
         """Let the others wait until this group has the state, or has replayed its queue."""
         self._go(self._healing.let_others_wait())
         logger.warning("the others wait for this group: %s", reason)
-        self._events.emit(CatchUpWaiting(donor=self._healing.donor, step=self._healing.target_step, reason=reason))
+        healing = self._healing
+        self._events.emit(
+            CatchUpWaiting(donor=healing.donor, step=healing.target_step, reason=reason),
+        )
 
     def _give_up(self, void: VoidError) -> None:
-        """End the attempt, and ask again: at once, or after a pause that doubles with each failure."""
+        """End the attempt. Ask again at once, or after a pause that doubles at each failure."""
         healing = self._healing
         self._drop_attempt()
         self._go(healing.lapse() if isinstance(void, OutdatedError) else healing.fail())
         self._search.pause(self._healing.pause_seconds)
         logger.warning("healing from group %d failed, asking again: %s", healing.donor, void)
-        self._events.emit(HealFailed(donor=healing.donor, from_step=healing.from_step, error=str(void)))
+        self._events.emit(
+            HealFailed(donor=healing.donor, from_step=healing.from_step, error=str(void)),
+        )
 
     def _drop_attempt(self) -> None:
         if self._attempt is not None:
@@ -475,56 +556,69 @@ class Heal:
         """True if the state is not loaded, or an update is not replayed."""
         return not self._healing.is_loaded or self._healing.num_remaining > 0
 
-    def _replay_until(self, until: float) -> None:
-        """Load the state, then replay until `until`, so that the others do not wait.
+    def _replay_until(self, deadline: float) -> None:
+        """Load the state, then replay updates until `deadline`, so that the others do not wait.
 
-        Replay at least two updates: the others make one meanwhile.
+        Replays at least `_MIN_REPLAYED` updates.
         """
-        if not (self._healing.is_loaded or self._load()):
+        if not self._healing.is_loaded and not self._load():
             return
         for number in range(self._healing.num_remaining):
-            slow_rounds = 0
-            if number >= 2:
-                slow_rounds = max(self._group.gather(self._pace.note_lateness(until)))
-            if slow_rounds:
-                healing = self._healing
-                if slow_rounds > _MAX_SLOW_ROUNDS < healing.num_remaining and not healing.others_wait:
-                    # Two replays in each of their steps would cost the others more than to wait for all at once.
-                    self._let_wait(
-                        f"to replay {healing.num_remaining} queued updates takes longer than to make as many"
-                    )
-                break
+            if number >= _MIN_REPLAYED:
+                lateness = max(self._group.gather(self._pace.note_lateness(deadline)))
+                if lateness:
+                    self._let_wait_if_too_slow(num_slow_rounds=lateness - 1)
+                    break
             self._replay()
         if self._healing.others_wait and self._healing.num_remaining <= 1:
-            # At most one update is left: ask for the one that the others hold back. The next round makes it.
+            # At most one update is left. Ask for the update that the others hold back: the next
+            # round makes it.
             self._go(self._healing.let_others_go_on())
 
+    def _let_wait_if_too_slow(self, num_slow_rounds: int) -> None:
+        """Let the others wait if replays take longer than updates, and many updates are queued.
+
+        `_MIN_REPLAYED` replays in each of their steps would cost the others more than one wait.
+        """
+        healing = self._healing
+        is_too_slow = num_slow_rounds >= _MAX_SLOW_ROUNDS
+        has_many = healing.num_remaining > _MAX_SLOW_ROUNDS
+        if is_too_slow and has_many and not healing.others_wait:
+            number = healing.num_remaining
+            self._let_wait(f"to replay {number} queued updates takes longer than to make as many")
+
     def _load(self) -> bool:
-        """Make the fetched state this rank's; False if its bytes are not the ones that the holders agreed on."""
+        """Load the fetched state; return False if its bytes are not those of the offered digest."""
         assert self._attempt is not None, "a state is fetched before it is loaded"
         self._state.load(self._attempt.snapshot())
         self._exchange.drop_residuals()
         self._position.load(self._healing.from_step, self._healing.lineage)
         self._go(self._healing.load())
         self._rounds.take_digest()
-        if self._healing.digest in (0, self._position.digest):
+        has_digest = self._healing.digest != 0  # without one, the next round confirms the bytes
+        if not has_digest or self._healing.digest == self._position.digest:
             return True
-        # Wrong bytes must not claim the job's state: the next round would reject them, and the group would heal without
-        # end.
-        self._position.disown()
-        self._give_up(VoidError("the state that came is not the one whose digest the holders agreed on"))
+        # A group with wrong bytes must not claim the job's state. The next round would reject the
+        # bytes, and the group would heal without end.
+        self._position.mark_corrupt()
+        reason = "the state that came is not the one whose digest the holders agreed on"
+        self._give_up(VoidError(reason))
         return False
 
     def _replay(self) -> None:
         assert self._attempt is not None, "updates are queued in an attempt"
-        began, update = time.monotonic(), self._attempt.take(self._healing.num_replayed)
+        started = time.monotonic()
+        update = self._attempt.take(self._healing.num_replayed)
         self._apply(update)
         self._position.advance(update)
         self._go(self._healing.replay())
-        self._pace.replay_seconds = time.monotonic() - began
+        self._pace.replay_seconds = time.monotonic() - started
 
     def _finish(self) -> None:
-        """Replay the last queued update while the others apply it, if the state before it is loaded and confirmed."""
+        """End the heal if the state is loaded and confirmed, and at most one update is left.
+
+        The others apply this last update at the same time.
+        """
         healing = self._healing
         if not healing.may_finish:
             return
@@ -547,7 +641,7 @@ class Heal:
     # After a round
 
     def _take_in(self, outcome: Round | Broken) -> None:
-        """Do what follows from a round.
+        """Act on the outcome of a round.
 
         Raises:
             Leaving, JobLostError, DivergedError: see `run`.
@@ -557,7 +651,7 @@ class Heal:
             self._lookout.note(outcome)
             self._note_step(outcome)
             self._search.hurry()
-            self._hold_against(outcome)
+            self._compare_with_holders(outcome)
         match decide(self._position, outcome, self._config):
             case decisions.RollBack():
                 self._roll_back()
@@ -570,33 +664,40 @@ class Heal:
                 raise Leaving
             case _ if isinstance(outcome, Round):
                 self._note_round(outcome)
-        # The next round may be the held-back update, which this group must queue. A group that is READY now would train
-        # a step before it.
-        if not (isinstance(outcome, Round) and gives_next(outcome, self._config)):
-            self._conclude()
+        # If the next round is the update that the others hold back, this group must queue it. A
+        # group that is READY now would train a step before it.
+        if isinstance(outcome, Round) and releases_held_back(outcome, self._config):
+            return
+        self._conclude()
 
-    def _hold_against(self, made: Round) -> None:
-        """Compare the fetched state with what the holders have shown in a round."""
+    def _compare_with_holders(self, made: Round) -> None:
+        """Compare the fetched state with the one that the holders showed in a round."""
         verdict = made.verdict
         if not verdict.holders:
-            return  # No holder to compare with. If all are dead, the fetched state is the latest one left.
+            # No holder to compare with. If all of them are dead, the fetched state is the latest
+            # one.
+            return
         digest = verdict.digest if verdict.verified else 0
+        own_digest = self._position.digest
         try:
-            self._go(self._healing.hold_against(verdict.step, made.lineage, digest, self._position.digest))
+            self._go(self._healing.confirm(verdict.step, made.lineage, digest, own_digest))
         except VoidError as void:
             if self._healing.is_loaded and not self._healing.digest:
-                self._position.disown()
+                self._position.mark_corrupt()
             self._give_up(void)
 
     def _note_round(self, made: Round) -> None:
         """Queue the round's update."""
-        self._pace.note_update(self._strategy.steps * max(row.seconds for row in made.rows))
+        slowest_seconds = max(row.seconds for row in made.rows)
+        self._pace.note_update(self._strategy.steps * slowest_seconds)
         if not self.ended_on_update:
-            time.sleep(PAUSE_SECONDS)  # no group trains just now: do not hurry the holders through empty rounds
+            # No group trains just now. Without a pause, the holders would make empty rounds in a
+            # rush.
+            time.sleep(PAUSE_SECONDS)
             return
         if self._attempt is None:
             return
-        update = made.update(self._nominal_tokens).kept()
+        update = made.update(self._nominal_tokens).with_copied_sums()
         try:
             healing = self._healing.queue(update.step, made.lineage, update.lineage)
         except OutdatedError as void:
@@ -611,61 +712,71 @@ class Heal:
         logger.warning(
             "the state after %s %d is lost with its groups; going on from %d",
             self._strategy.unit,
-            position.seen,
+            position.seen_step,
             position.step,
         )
-        self._events.emit(RolledBack(step=position.step, lost=position.seen - position.step))
+        lost = position.seen_step - position.step
+        self._events.emit(RolledBack(step=position.step, lost=lost))
         self._drop_attempt()
         position.roll_back()
         self._healing = self._healing.roll_back()
-        # Without readers, each group reads only its own slot. The next round deals out the other slots (`TakeOver`).
+        # Without readers, each group reads only its own slot. The next round deals out the other
+        # slots (`TakeOver`).
         self._ledger.readers = ()
 
 
 class _Pace:
-    """How fast the others make updates, and how fast this rank replays them."""
+    """How fast the others make updates, and how fast this rank replays them. Training thread only.
+
+    Attributes:
+        update_seconds: time that the slowest group took for its last update; 0 = unknown.
+        replay_seconds: time that this rank took for its last replay.
+    """
 
     def __init__(self) -> None:
-        self.update_seconds = 0.0  # of the slowest group, for its last update; 0 = unknown
-        self._began = 0.0  # when the others began their step, by this process's clock
-        self.replay_seconds = 0.0  # of the last replayed update
-        self._slow_rounds = 0  # in a row in which a replay took longer than an update
+        self.update_seconds = 0.0
+        self.replay_seconds = 0.0
+        self._step_began = 0.0  # of the others, by this process's clock
+        self._num_slow_rounds = 0  # rounds in a row in which a replay took longer than an update
 
     def note_update(self, seconds: float) -> None:
-        """Take in how long the slowest group took for an update; 0 = unknown."""
+        """Note how long the slowest group took for an update; 0 = unknown."""
         self.update_seconds = seconds or self.update_seconds
 
     def note_step(self) -> None:
-        """The others begin a step, as far as this rank knows."""
-        self._began = time.monotonic()
+        """Note that the others begin a step, as far as this rank knows."""
+        self._step_began = time.monotonic()
 
     def note_offer(self, offer: Offer) -> None:
-        """Take in how long a donor's last step took, and when its step began.
+        """Note how long a donor's last step took, and when the step under way began.
 
-        A lone group admits a joiner in the midst of a step. Timed from the joiner's quorum, that step would seem to
-        begin later, and the joiner would load too late.
+        A lone group admits a joiner in the middle of a step. If this rank counted from the joiner's
+        quorum, the step would seem to begin later, and the joiner would load too late.
         """
         self.note_update(offer.milliseconds / 1000)
-        self._began = time.monotonic() - offer.elapsed_milliseconds / 1000
+        self._step_began = time.monotonic() - offer.elapsed_milliseconds / 1000
 
     def find_latest(self, load_seconds: float) -> float:
         """Return the latest time to begin a load or a replay without delaying the others' step.
 
-        Half of the step, or the step minus four times the last load (load and digest, with margin), whichever is later.
+        This is half of the step, or the step minus four times the last load, whichever is later.
+        Four times: load and digest, with margin.
         """
         half = self.update_seconds / 2
         if not load_seconds:
-            return self._began + half
-        return self._began + max(half, self.update_seconds - _LOAD_TIMES_IN_RESERVE * load_seconds)
+            return self._step_began + half
+        reserve = _LOAD_TIMES_IN_RESERVE * load_seconds
+        return self._step_began + max(half, self.update_seconds - reserve)
 
-    def note_lateness(self, until: float) -> int:
-        """Return 0 in time; 1 if late, plus 1 for each slow round in a row.
+    def note_lateness(self, deadline: float) -> int:
+        """Return 0 before the deadline; after it, 1 + the number of slow rounds in a row.
 
-        In a slow round a replay takes longer than an update.
+        In a slow round a replay takes longer than an update. One number, so that the ranks of a
+        group agree on it at once.
         """
-        if time.monotonic() < until:
-            self._slow_rounds = 0
+        if time.monotonic() < deadline:
+            self._num_slow_rounds = 0
             return 0
-        is_slow = 0 < self.update_seconds < self.replay_seconds
-        self._slow_rounds = self._slow_rounds + 1 if is_slow else 0
-        return 1 + self._slow_rounds
+        is_slow = self.update_seconds > 0 and self.replay_seconds > self.update_seconds
+        self._num_slow_rounds = self._num_slow_rounds + 1 if is_slow else 0
+        return 1 + self._num_slow_rounds

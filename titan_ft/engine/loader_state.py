@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Pack the state of a data loader for other groups, and unpack theirs.
 
-Replica groups send each other the states of their loaders with every exchange and in every heal, and
-checkpoints hold them, so a state comes from another process. It is unpacked without running code:
-`torch.load(weights_only=True)`. This module additionally allows NumPy's types (`_NUMPY`) and a few of the
-standard library's (`_STANDARD`). A state that could not be unpacked would end each group that heals, hours
-after it was saved. `save_loader` therefore reads each state back. It leaves that out only for a state of
-plain values, as those of torchtitan's text data are: reading 4 kB back takes 1.2 ms, packing 0.3.
+Replica groups send each other the states of their loaders with every exchange and in every heal,
+and checkpoints hold them, so a state comes from another process. It is unpacked without running
+code: `torch.load(weights_only=True)`. This module additionally allows NumPy's types (`_NUMPY`) and
+a few of the standard library's (`_STANDARD`). A state that could not be unpacked would end each
+group that heals, hours after it was saved. `save_loader` therefore reads each state back. It leaves
+that out only for a state of plain values, as those of torchtitan's text data are: reading 4 kB back
+takes 1.2 ms, packing 0.3.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titan_ft.config import ConfigError
 from titan_ft.host import streams
 
-# At import, so before any stream of Hugging Face's `datasets` is opened: without the patches, the state
-# of a stream lacks its position in the data.
+# At import, so before any stream of Hugging Face's `datasets` is opened: without the patches, the
+# state of a stream lacks its position in the data.
 streams.patch()
 
 _NUMPY: list[Any] = [
@@ -36,7 +37,8 @@ _NUMPY: list[Any] = [
     multiarray.scalar,
     np.ndarray,
     np.dtype,
-    # The class of every dtype, for instance np.dtypes.Float64DType: torch looks it up for each array.
+    # The class of every dtype, for instance np.dtypes.Float64DType: torch looks it up for each
+    # array.
     *{type(np.dtype(code)) for code in np.typecodes["All"]},
 ]
 _STANDARD: list[Any] = [
@@ -69,12 +71,13 @@ def save_loader(loader: Any) -> bytes:
     """Pack the state of a data loader.
 
     Raises:
-        LoaderStateError: the state holds a value that other groups could not unpack. The message names
-            the loader's class, where the value is in the state, and its type.
+        LoaderStateError: the state holds a value that other groups could not unpack. The message
+            names the loader's class, where the value is in the state, and its type.
     """
     # Call torchdata's method, not a subclass's override. torchtitan's override wraps the state in a
-    # second pickle, under a key with the rank, and `weights_only` does not check what is inside. What
-    # another subclass adds in its override is therefore not saved; `loader_check` finds that out.
+    # second pickle, under a key with the rank, and `weights_only` does not check what is inside.
+    # What another subclass adds in its override is therefore not saved; `loader_check` finds that
+    # out.
     is_torchdata = isinstance(loader, StatefulDataLoader)
     state = StatefulDataLoader.state_dict(loader) if is_torchdata else loader.state_dict()
     try:
@@ -92,7 +95,8 @@ def save_loader(loader: Any) -> bytes:
 
 
 def load_loader(loader: Any, packed: bytes) -> None:
-    """Resume a data loader at the position in `packed`, which another loader of the same data saved.
+    """Resume a data loader at the position in `packed`, which another loader of the same data
+    saved.
 
     Raises:
         ConfigError: the loader has another number of workers than the one that saved the state.
@@ -115,11 +119,11 @@ def _check_workers(loader: StatefulDataLoader[Any], state: Mapping[str, Any]) ->
     elif "_num_yielded" in state:
         saved_with = 0
     else:
-        return  # another version of torchdata's: it says itself whether it can load this
+        return  # of another torchdata version, which checks by itself whether it can load this
     if loader.num_workers != saved_with:
         raise ConfigError(
-            f"training.dataloader.num_workers must be {saved_with}, with which the place in the data was saved, "
-            f"got {loader.num_workers}; set it back"
+            f"training.dataloader.num_workers must be {saved_with}, with which the place in the "
+            f"data was saved, got {loader.num_workers}; set it back",
         )
 
 
@@ -147,8 +151,14 @@ def load_value(file: io.BytesIO) -> Any:
 
 
 def find_refused_classes(file: io.BytesIO) -> list[str]:
-    """Return the classes, and functions, for which `load_value` refuses a value; empty if its bytes are damaged."""
-    with safe_globals([*_NUMPY, *_STANDARD]), contextlib.suppress(Exception):  # damaged bytes raise anything
+    """Return the classes and functions for which `load_value` refuses a value.
+
+    The list is empty if the bytes are damaged.
+    """
+    with (
+        safe_globals([*_NUMPY, *_STANDARD]),
+        contextlib.suppress(Exception),
+    ):  # damaged bytes raise anything
         return sorted(get_unsafe_globals_in_checkpoint(file))
     return []
 
@@ -158,7 +168,8 @@ def _unpack(packed: bytes) -> Any:
 
 
 def _kinds_in(value: Any, depth: int = 0) -> Iterator[object]:
-    """Yield the types of all values and keys in a state, with what else decides whether they can be unpacked.
+    """Yield the types of all values and keys in a state, with what else decides whether they can be
+    unpacked.
 
     Raises:
         RecursionError: the state has more than `_MAX_DEPTH` levels, or contains itself.
@@ -195,19 +206,24 @@ def _refusal(loader: Any, state: Any) -> LoaderStateError:
     place, value = _find_refused("", state)
     what, remedy = _describe(value)
     return LoaderStateError(
-        f"the state_dict of the data loader ({name_loader(loader)}) must hold plain values, lists, dicts, "
-        "tensors and NumPy arrays only, because other groups unpack it without running code, got "
-        f"{what} at {place or 'its top'}; return a plain value instead, for instance {remedy}"
+        f"the state_dict of the data loader ({name_loader(loader)}) must hold plain values, "
+        "lists, dicts, tensors and NumPy arrays only, because other groups unpack it without "
+        f"running code, got {what} at {place or 'its top'}; return a plain value instead, for "
+        f"instance {remedy}",
     )
 
 
 def _describe(value: Any) -> tuple[str, str]:
     """Return which value this is, and a plain value that says the same."""
     if _is_too_deep(value):
-        what = f"a {_class_name(value)} that contains itself or is nested more than {_MAX_DEPTH} levels deep"
+        name = _class_name(value)
+        what = f"a {name} that contains itself or is nested more than {_MAX_DEPTH} levels deep"
         return what, "a flat list"
     if isinstance(value, torch.Tensor):
-        return f"a {value.dtype} tensor", "tensor.to(torch.float32), tensor.to(torch.int64) or tensor.tolist()"
+        return (
+            f"a {value.dtype} tensor",
+            "tensor.to(torch.float32), tensor.to(torch.int64) or tensor.tolist()",
+        )
     if type(value) is int:
         return f"an int of {value.bit_length():,} bits", "hex(value)"
     zone = getattr(value, "tzinfo", None)
@@ -249,10 +265,12 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
 def _survives_packing(value: Any) -> bool:
     try:
         return set(_kinds_in(_unpack(_pack(value)))) == set(_kinds_in(value))
-    except Exception:  # noqa: BLE001  # pickle raises errors of many classes; each refuses the value
+    except Exception:  # noqa: BLE001  # pickle raises errors of many classes
         return False
 
 
 def _class_name(value: Any) -> str:
     cls = type(value)
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    if cls.__module__ == "builtins":
+        return cls.__qualname__
+    return f"{cls.__module__}.{cls.__qualname__}"

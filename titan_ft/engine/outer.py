@@ -1,12 +1,17 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The outer model of a semi-synchronous method: what the groups agree on between two rounds of steps of their own.
+"""The outer model of a semi-synchronous method, on which the groups agree between two rounds.
 
-LocalSGD and DiLoCo (arXiv 2311.08105): each group trains `sync_steps` steps by itself. Then the groups exchange how far
-each has moved from the anchors, the weights that all began the round with, and the outer optimizer makes one update of
-the anchors from the mean of that. With Streaming DiLoCo (arXiv 2501.18512) they do so for one fragment of the model
-after the other. The job's state is the anchors, the outer optimizer's and the counters; the inner optimizer's moments,
-and how far a group has moved from the anchors, are each group's own.
+LocalSGD and DiLoCo (arXiv 2311.08105): all groups start a round with the same weights, the
+*anchors*. Each group trains `sync_steps` steps by itself. Then the groups exchange how far each has
+moved from the anchors. The outer optimizer makes one update of the anchors from the mean of these
+changes. With Streaming DiLoCo (arXiv 2501.18512), the groups do so for one fragment of the model
+after the other.
+
+The job's state consists of the anchors, the state of the outer optimizer, and the counters. The
+moments of the inner optimizer, and the distance from the anchors, are each group's own.
+
+See docs/semi_sync.md.
 """
 
 from __future__ import annotations
@@ -27,21 +32,24 @@ from titan_ft import device
 from titan_ft.round_settings import OuterOptimizer
 from titan_ft.transfer.snapshot import Counters, TrainState, like
 
-_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")  # compile's and activation checkpointing's
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+"""In names of parameters: the wrappers of torch.compile and of activation checkpointing."""
 
 
 class OuterModel:
-    """This rank's shards of the anchors in host memory (pinned on GPU), and the outer optimizer over them.
+    """This rank's shards of the anchors in host memory, and the outer optimizer over them.
+
+    The memory is pinned if there is a GPU. `RoundStrategy` calls it. Training thread only.
 
     Args:
-        model_parts: as torchtitan's Trainer holds them; their weights are those that training begins with.
+        model_parts: as torchtitan's Trainer holds them. Their weights are the first anchors.
         settings: of the outer optimizer.
-        fragments: of each trainable parameter; all are of fragment 0 if there is none.
+        fragments: fragment of each trainable parameter; empty = all have fragment 0.
 
     Attributes:
-        anchors: one for each trainable parameter, in the order of the model's, in fp32.
-        optimizer: steps them by their gradients.
-        fragments: of each anchor.
+        anchors: one for each trainable parameter, in the order of the model, in fp32.
+        optimizer: steps the anchors by their gradients.
+        fragments: fragment of each anchor.
     """
 
     def __init__(
@@ -52,38 +60,46 @@ class OuterModel:
     ) -> None:
         self._named = trained_parameters(model_parts)
         self.fragments = list(fragments) or [0] * len(self._named)
-        self._changes: list[torch.Tensor] = []  # of the anchors; from the first round on
+        self._changes: list[torch.Tensor] = []  # memory for the changes, from the first round on
         self.anchors = [nn.Parameter(_empty_like(parameter)) for _, parameter in self._named]
-        self._anchor_of = {
-            id(parameter): anchor for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True)
-        }
+        self._anchor_of: dict[int, nn.Parameter] = {}  # by the parameter's id
+        for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True):
+            self._anchor_of[id(parameter)] = anchor
         self.optimizer = torch.optim.SGD(
-            self.anchors, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov
+            self.anchors,
+            lr=settings.lr,
+            momentum=settings.momentum,
+            nesterov=settings.nesterov,
         )
-        if self.has_state:  # from the beginning, as after a load: zeros make the same first update as none
+        if self.has_state:
+            # The momentum exists from the start, as it does after a load. Zeros make the same first
+            # update as no momentum.
             for anchor in self.anchors:
-                self.optimizer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor, requires_grad=False)
+                zeros = torch.zeros_like(anchor, requires_grad=False)
+                self.optimizer.state[anchor]["momentum_buffer"] = zeros
         self.take_model()
 
     @torch.no_grad()
     def take_model(self) -> None:
-        """Make the model's weights the anchors: those of a checkpoint, for instance."""
+        """Set the anchors to the model's weights, for instance to those of a checkpoint."""
         for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True):
             anchor.copy_(device.local_shard(parameter), non_blocking=True)
         device.synchronize()
 
     @torch.no_grad()
     def restore_model(self) -> None:
-        """Make the anchors the model's weights."""
+        """Set the model's weights to the anchors."""
         for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True):
             device.local_shard(parameter).copy_(anchor, non_blocking=True)
         device.synchronize()
 
     @contextlib.contextmanager
     @torch.no_grad()
-    def lent(self) -> Iterator[None]:
-        """Make the anchors the model's weights for as long as the context lasts: to save it, or to validate."""
-        own = [device.local_shard(parameter).to("cpu", copy=True) for _, parameter in self._named]
+    def lend_to_model(self) -> Iterator[None]:
+        """Give the model the anchors inside the context, for a save or a validation."""
+        own = []
+        for _, parameter in self._named:
+            own.append(device.local_shard(parameter).to("cpu", copy=True))
         self.restore_model()
         try:
             yield
@@ -93,33 +109,44 @@ class OuterModel:
 
     @torch.no_grad()
     def take_changes(self, weights: Mapping[int, float]) -> None:
-        """Make how far this group has moved, anchor - weight of the model, the gradients of some fragments' anchors.
+        """Set the gradients of some fragments' anchors to the change of this group's weights.
+
+        The change is: anchor - weight of the model.
 
         Args:
-            weights: for each of these fragments, what the change is multiplied with. The others get no gradient.
+            weights: factor of the change, by fragment. Other fragments get no gradient.
         """
-        self._changes = self._changes or [_empty_like(parameter) for _, parameter in self._named]
-        for anchor, change, fragment, (_, parameter) in self._all():
-            anchor.grad = change if fragment in weights else None
-            if fragment in weights:
-                change.copy_(device.local_shard(parameter), non_blocking=True)
+        if not self._changes:
+            self._changes = [_empty_like(parameter) for _, parameter in self._named]
+        changed: list[tuple[nn.Parameter, torch.Tensor, float]] = []
+        for anchor, change, fragment, (_, parameter) in zip(
+            self.anchors,
+            self._changes,
+            self.fragments,
+            self._named,
+            strict=True,
+        ):
+            if fragment not in weights:
+                anchor.grad = None
+                continue
+            anchor.grad = change
+            change.copy_(device.local_shard(parameter), non_blocking=True)
+            changed.append((anchor, change, weights[fragment]))
         device.synchronize()
-        for anchor, change, fragment, _ in self._all():
-            if fragment in weights:
-                torch.sub(anchor, change, out=change).mul_(weights[fragment])
-
-    def _all(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, tuple[str, nn.Parameter]]]:
-        return zip(self.anchors, self._changes, self.fragments, self._named, strict=True)
+        for anchor, change, weight in changed:
+            torch.sub(anchor, change, out=change).mul_(weight)
 
     @torch.no_grad()
     def step(self, alpha: float = 0.0) -> float:
-        """Make the outer update of the anchors that have a gradient, and let the model go on from them.
+        """Make the outer update of the anchors with a gradient, and set the model's weights to
+        them.
 
         Args:
-            alpha: share of the model's own weights in those that it goes on with.
+            alpha: share of the model's own weights that it keeps (0 = none).
 
         Returns:
-            The sum of squares of this rank's part of the gradients; ranks that hold the same part share it.
+            The sum of squares of this rank's part of the gradients. If several ranks hold the same
+            part, each returns its share of the sum.
         """
         squares = 0.0
         for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True):
@@ -135,44 +162,50 @@ class OuterModel:
         return squares
 
     def named_anchors(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the anchors by the names of their parameters."""
+        """Yield the name of each parameter, and its anchor."""
         for anchor, (name, _) in zip(self.anchors, self._named, strict=True):
             yield name, anchor
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the anchor of a parameter; itself if it is not trained."""
+    def find_anchor(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the anchor of a parameter; the parameter itself if it is not trained."""
         return self._anchor_of.get(id(parameter), parameter)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the outer optimizer's state for a checkpoint, sharded as the model, which is saved as the anchors."""
+        """Return the outer optimizer's state for a checkpoint, sharded as the model.
+
+        The anchors are saved as the model's weights.
+        """
         if not self.has_state:
             return {}
-        return {
-            f"momentum.{name}": like(parameter, self.momentum(anchor).to(parameter.device, copy=True))
-            for anchor, (name, parameter) in zip(self.anchors, self._named, strict=True)
-        }
+        state = {}
+        for anchor, (name, parameter) in zip(self.anchors, self._named, strict=True):
+            momentum = self.momentum(anchor).to(parameter.device, copy=True)
+            state[f"momentum.{name}"] = like(parameter, momentum)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Load a state that `state_dict` has returned."""
         for anchor, (name, _) in zip(self.anchors, self._named, strict=True):
-            self.momentum(anchor).copy_(device.local_shard(state_dict[f"momentum.{name}"]))
+            momentum = state_dict[f"momentum.{name}"]
+            self.momentum(anchor).copy_(device.local_shard(momentum))
 
     @property
     def has_state(self) -> bool:
-        """Say whether the outer optimizer keeps a state."""
+        """True if the outer optimizer has a state."""
         return self.optimizer.defaults["momentum"] > 0
 
     def momentum(self, anchor: nn.Parameter) -> torch.Tensor:
-        """Return the outer optimizer's for an anchor."""
+        """Return the outer optimizer's momentum of an anchor."""
         momentum: torch.Tensor = self.optimizer.state[anchor]["momentum_buffer"]
         return momentum
 
 
 class OuterState(TrainState):
-    """The state that a group heals from under a semi-synchronous method.
+    """The state that a joiner gets under a semi-synchronous method.
 
-    The digest is of the anchors and the outer optimizer; a copy has the inner optimizer's moments as well: those of the
-    donor's group are as good as any, and better than none, unless they are `spoiled`.
+    The digest covers the anchors and the outer optimizer. A copy also has the moments of the inner
+    optimizer: the joiner needs some, and those of the donor's group serve as well as any others, if
+    they are finite.
     """
 
     def __init__(
@@ -186,17 +219,32 @@ class OuterState(TrainState):
         on_load: Callable[[], None],
         num_ranks: int = 1,
     ) -> None:
-        super().__init__(model_parts, [outer.optimizer, *optimizers], lr_schedulers, counters, on_load, num_ranks)
-        self._outer, self._inner = outer, list(optimizers)
+        super().__init__(
+            model_parts,
+            [outer.optimizer, *optimizers],
+            lr_schedulers,
+            counters,
+            on_load,
+            num_ranks,
+        )
+        self._outer = outer
+        self._inner = list(optimizers)
 
     @property
-    def spoiled(self) -> bool:
-        """Say whether this rank's moments are not finite: as its gradients were, or those of the donor's group."""
-        moments = (value for inner in self._inner for state in inner.state.values() for value in state.values())
-        return not all(bool(device.local_shard(moment).isfinite().all()) for moment in moments)
+    def has_nonfinite_moments(self) -> bool:
+        """True if a moment of this rank is not finite.
+
+        Its gradients, or those of the donor's group, were not finite either.
+        """
+        for inner in self._inner:
+            for state in inner.state.values():
+                for moment in state.values():
+                    if not device.local_shard(moment).isfinite().all():
+                        return True
+        return False
 
     def drop_moments(self) -> None:
-        """Let the next step begin them anew."""
+        """Drop the moments of the inner optimizers. Their next step starts with new ones."""
         for inner in self._inner:
             inner.state.clear()
 
@@ -206,37 +254,48 @@ class OuterState(TrainState):
 
     def _model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in super()._model_tensors():
-            yield name, self._outer.of(tensor)
+            yield name, self._outer.find_anchor(tensor)
 
 
 def trained_parameters(model_parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return those that are trained, by the names that a checkpoint has for them."""
-    return [
-        (_WRAPPERS.sub("", name), parameter)
-        for part in model_parts
-        for name, parameter in part.named_parameters()
-        if parameter.requires_grad
-    ]
+    """Return the trainable parameters with the names that they have in a checkpoint."""
+    named = []
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                named.append((_WRAPPERS.sub("", name), parameter))
+    return named
 
 
 def set_lr(lr_schedulers: Any, step: int) -> None:
-    """Let torchtitan's LRSchedulersContainer stand where it is after `step` steps, however many this group made."""
+    """Set torchtitan's LRSchedulersContainer to its state after `step` steps.
+
+    This group may have made another number of steps itself.
+    """
     for scheduler in lr_schedulers.schedulers:
-        if scheduler.last_epoch != step:
-            scheduler.last_epoch = step - 1
-            with warnings.catch_warnings():  # torch's, if this group has yet to make its first step
-                warnings.simplefilter("ignore")
-                scheduler.step()
+        if scheduler.last_epoch == step:
+            continue
+        scheduler.last_epoch = step - 1
+        # Before this group's first optimizer step, torch warns about the order of the two calls.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scheduler.step()
 
 
 def join_norm(squares: float, gather: Callable[[int], list[int]]) -> float:
-    """Return the norm of a vector that the ranks of a group have in parts, each the sum of squares of its own.
+    """Return the norm of a vector whose parts lie on the ranks of a group.
 
     Args:
-        gather: an integer of every rank.
+        squares: sum of squares of this rank's part.
+        gather: gathers an integer of every rank.
     """
+    # The bits of the float as an integer.
     (bits,) = struct.unpack("q", struct.pack("d", squares))
-    return math.sqrt(math.fsum(struct.unpack("d", struct.pack("q", part))[0] for part in gather(bits)))
+    parts = []
+    for part_bits in gather(bits):
+        (part,) = struct.unpack("d", struct.pack("q", part_bits))
+        parts.append(part)
+    return math.sqrt(math.fsum(parts))
 
 
 def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
@@ -246,7 +305,9 @@ def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
 
 def _num_copies(parameter: torch.Tensor) -> int:
     """Return how many ranks of the group hold this rank's part of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    mesh = parameter.device_mesh
-    return math.prod(mesh.size(dim) for dim, place in enumerate(parameter.placements) if isinstance(place, Replicate))
+    number = 1
+    if isinstance(parameter, DTensor):
+        for dim, placement in enumerate(parameter.placements):
+            if isinstance(placement, Replicate):
+                number *= parameter.device_mesh.size(dim)
+    return number

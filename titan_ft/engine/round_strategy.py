@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rounds of several steps: LocalSGD, DiLoCo and Streaming DiLoCo.
 
-A group makes `sync_steps` steps by itself, and the groups then exchange how far each has moved. torchtitan's `step`
-counts the steps of a group, as its LR schedule, logs and checkpoints do. `Position.step` counts rounds: the updates of
-the outer model.
+A group makes `sync_steps` local steps by itself. Then the groups exchange how far each of them has
+moved. torchtitan's `step` counts the local steps of a group, as its LR schedule, logs and
+checkpoints do. `Position.step` counts rounds, which are the updates of the outer model.
 
 See docs/semi_sync.md.
 """
@@ -45,25 +45,33 @@ class RoundWork(Work):
     """This rank's work on one round.
 
     Attributes:
-        made: the contribution of its steps.
+        made: contribution of the local steps.
         overdue: `sync_deadline_seconds` passed: the round is exchanged unfinished.
-        behind: the work on the round before, while that is not committed yet: its batches come first.
+        previous: the work on the round before, until that round is committed. Its batches come
+            first.
     """
 
     made: Contribution = NOTHING
     overdue: bool = False
-    behind: Work | None = None
+    previous: Work | None = None
 
-    def read(self, slot: int) -> int:
-        """Return how many batches of `slot` this rank has read after those that are committed."""
-        return super().read(slot) + (self.behind.read(slot) if self.behind else 0)
+    def count_batches(self, slot: int) -> int:
+        """Return how many batches of `slot` this rank has read after the committed ones."""
+        number = super().count_batches(slot)
+        if self.previous is not None:
+            number += self.previous.count_batches(slot)
+        return number
 
 
 class RoundStrategy(StepStrategy):
-    """Each round of steps is an update: the change of the group's weights is exchanged, and moves the outer model.
+    """Makes one update from a round of local steps: the mean change of the groups' weights.
+
+    The exchange sums the changes of the groups' weights, and the sum moves the outer model. Like
+    `StepStrategy`, the trainer calls it, on the training thread; `find_uncommitted` may run on any
+    thread. After a broken exchange the local steps remain, and the same change is sent again.
 
     Raises:
-        ConfigError: the model cannot be trained so; says which field to change.
+        ConfigError: the model cannot be trained this way. The message names the field to change.
     """
 
     outer: OuterModel
@@ -72,13 +80,18 @@ class RoundStrategy(StepStrategy):
 
     def __init__(self, config: FaultTolerance, *args: Any, **kwargs: Any) -> None:
         self._steps_per_round = strategy_of(config).steps
-        # Tokens that this group has trained, for each fragment since its last exchange: the weight of its change.
+        # For each fragment, the tokens that this group has trained since the fragment's last
+        # exchange: the weight of its change.
         self._trained = [0] * num_fragments(config)
-        self._sent: dict[int, int] = {}  # those of them that are in the exchange under way, by fragment
-        self._late = False  # whether the others wait at the end of a round that this group has not begun
-        self._under_way: RoundWork | None = None  # on a round that is in no update yet, on top of this group's weights
-        self._ahead: RoundWork | None = None  # on the next round, made while the exchange is under way
-        self._broken_off = ""  # why this group leaves in the midst of its steps
+        # Those of these tokens that are in the exchange under way, by fragment.
+        self._given: dict[int, int] = {}
+        # The others are at the end of a round that this group has not begun: exchange at once.
+        self._exchanges_at_once = False
+        # Work on a round that is in no update yet. Its steps are in this group's weights.
+        self._under_way: RoundWork | None = None
+        # Work on the next round, made while the exchange is under way.
+        self._ahead: RoundWork | None = None
+        self._break_off_reason = ""  # why this group leaves during its round
         super().__init__(config, *args, **kwargs)
         self.work = RoundWork(0, lr=0.0)
         _warn_of_useless_bits(config)
@@ -88,8 +101,9 @@ class RoundStrategy(StepStrategy):
     def _build_state(self, num_ranks: int) -> OuterState:
         training = self._training
         self._check_dtypes()
-        self.fragments = self._cut_fragments()
-        self.outer = OuterModel(training.model_parts, outer_optimizer(self._config), self.fragments)
+        self.fragments = self._assign_fragments()
+        settings = outer_optimizer(self._config)
+        self.outer = OuterModel(training.model_parts, settings, self.fragments)
         return OuterState(
             training.model_parts,
             training.optimizers,
@@ -100,98 +114,121 @@ class RoundStrategy(StepStrategy):
             num_ranks=num_ranks,
         )
 
-    def _cut_fragments(self) -> list[int]:
+    def _assign_fragments(self) -> list[int]:
         """Return the fragment of each trained parameter of this rank. A collective of the group.
 
         Raises:
-            ConfigError: the model has no such modules, or others that are in no fragment, or too few blocks.
+            ConfigError: the config names modules that the model lacks, leaves parameters out, or
+                asks for more fragments than the model has blocks.
         """
-        number, modules = num_fragments(self._config), self._config.module_fqns_per_model_fragment
         named = trained_parameters(self._training.model_parts)
-        names = [name for name, _ in named]
-        if not modules:
-            # Not by this rank's shards, which may be larger than its siblings': what they hold alike must be in one.
-            found = fragments.cut({name: parameter.numel() for name, parameter in named}, number)
-            most = max(self._group.gather(max(found, default=0))) + 1  # a stage of a pipeline may have fewer
-            if most < number:
-                raise ConfigError(
-                    f"{TABLE}.num_fragments must be at most the number of blocks of the model ({most}), got {number}; "
-                    "lower it"
-                )
-            return found
-        missing = fragments.unknown(names, modules)
-        for module in sorted({module for fragment in modules for module in fragment}):
-            if all(self._group.gather(module in missing)):
-                raise ConfigError(
-                    f"{TABLE}.module_fqns_per_model_fragment must name modules of the model, got {module!r}; its "
-                    f"blocks are {', '.join(dict.fromkeys(map(fragments.block_of, names)))}"
-                )
-        placed = fragments.find(names, modules)
-        left = [name for name, fragment in zip(names, placed, strict=True) if fragment is None]
-        if left:
+        if self._config.module_fqns_per_model_fragment:
+            return self._find_configured_fragments([name for name, _ in named])
+        number = num_fragments(self._config)
+        # By whole sizes, not by those of this rank's shards: another rank may have larger shards,
+        # and a parameter must be in the same fragment on all ranks.
+        sizes = {name: parameter.numel() for name, parameter in named}
+        found = fragments.assign(sizes, number)
+        # A stage of a pipeline may have fewer blocks than the model.
+        largest = max(self._group.gather(max(found, default=0)))
+        if largest + 1 < number:
             raise ConfigError(
-                f"{TABLE}.module_fqns_per_model_fragment must have each trained parameter in a fragment, got none for "
-                f"{', '.join(left[:5])}{' and others' if left[5:] else ''}; add their modules"
+                f"{TABLE}.num_fragments must be at most the number of blocks of the model "
+                f"({largest + 1}), got {number}; lower it",
             )
-        return [fragment for fragment in placed if fragment is not None]
+        return found
+
+    def _find_configured_fragments(self, names: Sequence[str]) -> list[int]:
+        modules = self._config.module_fqns_per_model_fragment
+        unknown = fragments.find_unknown(names, modules)
+        configured = sorted({module for fragment in modules for module in fragment})
+        for module in configured:
+            # In a pipeline, another rank may have the module.
+            if all(self._group.gather(module in unknown)):
+                blocks = dict.fromkeys(map(fragments.block_of, names))
+                raise ConfigError(
+                    f"{TABLE}.module_fqns_per_model_fragment must name modules of the model, got "
+                    f"{module!r}; its blocks are {', '.join(blocks)}",
+                )
+        found = fragments.find(names, modules)
+        placed = [fragment for fragment in found if fragment is not None]
+        if len(placed) < len(found):
+            left = [name for name, fragment in zip(names, found, strict=True) if fragment is None]
+            others = " and others" if len(left) > 5 else ""
+            raise ConfigError(
+                f"{TABLE}.module_fqns_per_model_fragment must have each trained parameter in a "
+                f"fragment, got none for {', '.join(left[:5])}{others}; add their modules",
+            )
+        return placed
 
     def _check_dtypes(self) -> None:
-        """Refuse weights that could not hold what the groups agree on: a checkpoint has the model's, no anchors.
+        """Refuse weights that are not fp32. They could not hold the state on which the groups
+        agree.
+
+        A checkpoint has the model's weights and no anchors.
 
         Raises:
-            ConfigError: says which field.
+            ConfigError: names the field.
         """
-        for part in self._training.model_parts:
-            for name, parameter in part.named_parameters():
-                if parameter.requires_grad and parameter.dtype != torch.float32:
-                    dtype = str(parameter.dtype).removeprefix("torch.")
-                    raise ConfigError(
-                        f'training.dtype must be "float32" with {TABLE}.semi_sync_method, got "{dtype}" for {name}; '
-                        "training.mixed_precision_param lets the steps compute in another one"
-                    )
+        for name, parameter in trained_parameters(self._training.model_parts):
+            if parameter.dtype != torch.float32:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    f'training.dtype must be "float32" with {TABLE}.semi_sync_method, got '
+                    f'"{dtype}" for {name}; training.mixed_precision_param lets the steps compute '
+                    "in another one",
+                )
 
     def _take_state(self) -> None:
-        self._drop_spoiled_moments()
+        """Go on from a donor's state, which was just loaded."""
+        self._drop_nonfinite_moments()
         self.outer.restore_model()
-        self._begin_anew()
+        self._forget_work()
         self._training.refresh_converters()
 
-    def _drop_spoiled_moments(self) -> None:
-        """Begin the moments anew if those of a rank are not finite: the job could not go on with them. A collective."""
-        if any(self._group.gather(self.state.spoiled)):
-            self.state.drop_moments()  # all of them: they fit together
+    def _drop_nonfinite_moments(self) -> None:
+        """Reset the moments on all ranks if those of one rank are not finite. A collective.
+
+        With such moments the job could not go on. The moments of all ranks fit together, so none is
+        kept.
+        """
+        if any(self._group.gather(self.state.has_nonfinite_moments)):
+            self.state.drop_moments()
 
     def take_checkpoint(self) -> None:
         """Make the checkpoint's weights the anchors."""
         self.outer.take_model()
-        self._begin_anew()
+        self._forget_work()
         super().take_checkpoint()
 
-    def _begin_anew(self) -> None:
-        """Forget what this group has made of weights that it does not have any more."""
-        self._trained, self._sent = [0] * len(self._trained), {}
-        self._under_way = self._ahead = None
+    def _forget_work(self) -> None:
+        """Forget the local steps: the weights that they were made on are gone."""
+        self._trained = [0] * len(self._trained)
+        self._given = {}
+        self._under_way = None
+        self._ahead = None
 
     def agreed_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the anchors."""
+        """Return the anchors, by the names of their parameters."""
         return dict(self.outer.named_anchors())
 
     def agreed_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the outer optimizer; the moments of the inner ones are each group's own."""
+        """Return the outer optimizer. The moments of the inner ones are each group's own."""
         return [self.outer.optimizer]
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        """Lend the model the anchors, where this group's own weights differ from them between two rounds."""
-        config, training = self._config, self._training
-        if len(self._trained) == 1 and not config.fragment_sync_delay and not config.fragment_update_alpha:
-            yield
+    def lend_agreed_weights(self) -> Iterator[None]:
+        """Give the model the anchors inside the context, if its own weights differ from them."""
+        config = self._config
+        is_whole = len(self._trained) == 1
+        if is_whole and not config.fragment_sync_delay and not config.fragment_update_alpha:
+            yield  # between two rounds, the model has the anchors' weights
             return
-        with self.outer.lent():
-            training.refresh_converters()
+        with self.outer.lend_to_model():
+            self._training.refresh_converters()
             yield
-            training.await_staging()
-        training.refresh_converters()
+            self._training.await_staging()
+        self._training.refresh_converters()
 
     # The exchange
 
@@ -201,17 +238,17 @@ class RoundStrategy(StepStrategy):
 
     @property
     def gradient_scale(self) -> float:
-        """Return 1: the anchors' gradients are made to measure."""
+        """1: the anchors' gradients need no factor."""
         return 1.0
 
     # Numbers
 
     def steps_of(self, updates: int) -> int:
-        """Return the last step of a round; the job's last round may be shorter."""
+        """Return the last step of a round. The job's last round may be shorter."""
         return min(updates * self._steps_per_round, self._training.num_steps)
 
     def updates_of(self, step: int) -> int:
-        """Return the round that a step is part of."""
+        """Return the round of a step."""
         return -(-step // self._steps_per_round)
 
     def pauses_after(self, update: int) -> bool:
@@ -219,7 +256,10 @@ class RoundStrategy(StepStrategy):
         return True
 
     def _fragments_of(self, update: int) -> list[int]:
-        """Return which fragments are exchanged at the end of round `update`: one in turn, and all after the last."""
+        """Return the fragments that are exchanged at the end of round `update`.
+
+        One fragment after the other in turn, and all of them after the last round.
+        """
         number = len(self._trained)
         if self.steps_of(update) == self._training.num_steps:
             return list(range(number))
@@ -227,204 +267,275 @@ class RoundStrategy(StepStrategy):
 
     # A round
 
-    def begin_work(self) -> RoundWork:
-        """Begin a round, or go on with the steps of it that are made already."""
-        ahead, self._ahead = self._ahead, None
-        self.work = self._under_way = ahead or RoundWork(self._training.step, lr=self._training.lr)
+    def start_update(self) -> RoundWork:
+        """Start a round, or continue with the local steps of it that are made already."""
+        ahead = self._ahead
+        self._ahead = None
+        self.work = ahead or RoundWork(self._training.step, lr=self._training.lr)
+        self._under_way = self.work
         return self.work
 
-    def train(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
-        """Make the steps of a round, or those that are left of it, and give the change of all of them to the exchange.
+    def train(
+        self,
+        slots: Sequence[int],
+        arm: Callable[[], None] = lambda: None,
+    ) -> Contribution:
+        """Make the remaining local steps of a round, and give their change to the exchange.
 
-        A group that has asked for the exchange already makes as many as it can until the others are there.
+        A group that has requested the quorum early makes as many steps as it can until the others
+        are there.
         """
         update, work = self._position.step + 1, self.work
-        if self._late:
-            self._late = False
+        if self._exchanges_at_once:
+            self._exchanges_at_once = False
             self._take_changes(update)
-            # With what was made ahead of it: its tokens weigh in the change, so its batches are in the update.
-            return replace(self._describe_work(), early=True, changed=any(self._trained))
-        early, ended, last = self._replica.early, False, self.steps_of(update)
+            # Steps that were made ahead are in the change, and their tokens in its weight. So their
+            # batches are in the update, too.
+            return replace(
+                self._describe_work(),
+                unfinished=True,
+                has_earlier_changes=any(self._trained),
+            )
+        is_finished, data_ended = self._make_steps(update, slots)
+        self._take_changes(update)
+        gives_earlier = work.inner_steps == 0 and any(self._trained)
+        made = replace(
+            self._describe_work(),
+            unfinished=not is_finished,
+            has_earlier_changes=gives_earlier,
+        )
+        if is_finished and not data_ended:
+            self._make_steps_ahead(update, made, slots)
+        return made
+
+    def _make_steps(self, update: int, slots: Sequence[int]) -> tuple[bool, bool]:
+        """Make the local steps of the round, until it ends or must be exchanged unfinished.
+
+        Returns:
+            True if the round is finished, and True if the data ended in it.
+        """
+        work = self.work
+        last = self.steps_of(update)
         first = work.first_step + work.inner_steps
-        set_lr(self._training.lr_schedulers, first - 1)  # a donor's may be of the end of a round
+        has_requested = self._replica.quorum_requested
+        # A donor's LR schedule may be that of the end of a round.
+        set_lr(self._training.lr_schedulers, first - 1)
         for step in range(first, last + 1):
-            signs = self._replica.look(overdue=self._is_overdue)
-            if early and Sign.AWAITED in signs:
+            signs = self._replica.gather_signs(overdue=self._is_overdue)
+            if has_requested and Sign.OTHERS_WAIT in signs:
                 break
-            if Sign.WANTED in signs:
-                self._replica.serve()
+            if Sign.STATE_WANTED in signs:
+                self._replica.serve_joiner()
             if Sign.OVERDUE in signs:
-                work.overdue = early = True
-                self._replica.ask()
+                work.overdue = True
+                has_requested = True
+                self._replica.request_quorum()
             if work.inner_steps:
-                if Sign.TOLD in signs and self._meets_to_leave(0 if early else last + 1 - step):
-                    early = True
-                    break
+                if Sign.LEAVE_REQUESTED in signs:
+                    remaining = 0 if has_requested else last + 1 - step
+                    if self._meets_to_leave(remaining):
+                        break
                 self._training.collect_garbage(step)
-            if step == last and not early:
-                self._replica.ask()  # the others need not wait for the quorum after the step
+            if step == last and not has_requested:
+                # Now, so that the others need not wait for the quorum after the step.
+                self._replica.request_quorum()
             try:
                 self._make_step(step, slots)
             except self._training.data_ended:
                 if not work.inner_steps:
                     raise
-                ended = True  # the round ends here; the next one finds no data, and training ends
-                break
-        self._take_changes(update)
-        is_whole = ended or work.overdue or work.first_step + work.inner_steps > last
-        changed = not work.inner_steps and any(self._trained)  # of former rounds
-        made = replace(self._describe_work(), early=not is_whole, changed=changed)
-        if is_whole and not ended:
-            self._make_steps_ahead(update, made, slots)
-        return made
+                # The round ends here. The next one finds no data, and training ends.
+                return True, True
+        made_all = work.first_step + work.inner_steps > last
+        return work.overdue or made_all, False
 
     def _describe_work(self) -> Contribution:
-        """Return what the steps that are made of the round under way contribute."""
+        """Return the contribution of the local steps of the round under way."""
         work = self.work
         return replace(
             work.made,
             entries=tuple(reading.entry for reading in work.readings),
-            # The groups are compared by what a step takes: one that has made fewer is not the faster for it.
+            # Seconds for one step: a group that has made fewer steps is not the faster one.
             seconds=work.made.seconds / max(work.inner_steps, 1),
         )
 
     def _take_changes(self, update: int) -> None:
-        """Let the exchange of this update have how far this group has come with its fragments."""
-        self._sent = {fragment: self._trained[fragment] for fragment in self._fragments_of(update)}
-        weights = {fragment: tokens / self._training.nominal_tokens for fragment, tokens in self._sent.items()}
+        """Give the changes of this update's fragments to the exchange."""
+        self._given = {}
+        weights = {}
+        for fragment in self._fragments_of(update):
+            tokens = self._trained[fragment]
+            self._given[fragment] = tokens
+            weights[fragment] = tokens / self._training.nominal_tokens
         self.outer.take_changes(weights)
-        self._exchange.give(weights)
+        self._exchange.give_fragments(weights)
 
     @property
     def _is_overdue(self) -> bool:
-        """Say whether `sync_deadline_seconds` are over, as this rank sees it."""
+        """True if `sync_deadline_seconds` have passed on this rank."""
         limit = self._config.sync_deadline_seconds
-        return bool(limit and self.work.inner_steps and self.work.compute_seconds >= limit)
+        if not limit or not self.work.inner_steps:
+            return False
+        return self.work.compute_seconds >= limit
 
     def _make_steps_ahead(self, update: int, made: Contribution, slots: Sequence[int]) -> None:
-        """Make steps of the next round while the exchange is under way: `fragment_sync_delay` of them."""
+        """Make `fragment_sync_delay` steps of the next round while the exchange is under way."""
         delay = self._config.fragment_sync_delay
-        first, last = self.steps_of(update) + 1, self.steps_of(update + 1)
+        first = self.steps_of(update) + 1
+        last = min(first + delay - 1, self.steps_of(update + 1))
         if not delay or last < first:
             return
-        self._replica.send(made)
-        work, ahead = self.work, RoundWork(first, lr=self._training.lr, behind=self.work)
-        self.work = self._ahead = ahead
-        with contextlib.suppress(self._training.data_ended):  # the next round will find it out again
-            for step in range(first, min(first + delay, last + 1)):
-                signs = self._replica.look()
-                if Sign.TOLD in signs:
-                    break  # it leaves after this update: the steps would be void, and take of its time
-                if Sign.WANTED in signs:
-                    self._replica.serve()
+        self._replica.launch_with(made)
+        work = self.work
+        ahead = RoundWork(first, lr=self._training.lr, previous=work)
+        self._ahead = ahead
+        self.work = ahead
+        # The next round meets the end of the data once more.
+        with contextlib.suppress(self._training.data_ended):
+            for step in range(first, last + 1):
+                signs = self._replica.gather_signs()
+                if Sign.LEAVE_REQUESTED in signs:
+                    # The group leaves after this update. Further steps would be void, and would
+                    # take some of its time.
+                    break
+                if Sign.STATE_WANTED in signs:
+                    self._replica.serve_joiner()
                 self._training.collect_garbage(step)
                 self._make_step(step, slots)
-        self.work, work.overlapped_seconds = work, ahead.compute_seconds
+        self.work = work
+        work.overlapped_seconds = ahead.compute_seconds
 
     def _make_step(self, step: int, slots: Sequence[int]) -> None:
         """Make one step of this group by itself, as torchtitan would."""
         training, work = self._training, self.work
         training.step = step
-        num_steps, seconds, began = work.inner_steps, work.compute_seconds, time.monotonic()
+        # `compute` records its own step in `work`. A round adds up the steps instead.
+        num_steps, seconds = work.inner_steps, work.compute_seconds
+        started = time.monotonic()
         training.clear_gradients()
         contribution = training.compute(work, slots, lambda: None)
-        # Local losses are divided by the tokens of all groups; this step has only those of its own.
-        share = training.gradient_scale * training.nominal_tokens / max(contribution.valid_tokens, 1)
-        if share != 1.0:
-            for part in training.model_parts:
-                for parameter in part.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(share)
+        # Local losses are divided by the tokens of all groups. This step has only those of its
+        # group.
+        own_tokens = max(contribution.valid_tokens, 1)
+        scale = training.gradient_scale * training.nominal_tokens / own_tokens
+        if scale != 1.0:
+            self._scale_gradients(scale)
         training.clip_gradients()
         training.await_staging()
         training.optimizers.step()
         training.lr_schedulers.step()
         self._trained = [tokens + contribution.valid_tokens for tokens in self._trained]
         work.made = work.made.plus(contribution)
-        work.inner_steps, work.readings = num_steps + 1, merge(work.readings)
-        work.compute_seconds = seconds + time.monotonic() - began
+        work.inner_steps = num_steps + 1
+        work.readings = merge(work.readings)
+        work.compute_seconds = seconds + time.monotonic() - started
+
+    def _scale_gradients(self, scale: float) -> None:
+        for part in self._training.model_parts:
+            for parameter in part.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
 
     def _apply_sums(self, update: Update) -> Callable[[], float]:
-        """Make the outer update; the norm that is returned is the mean change's, alike in all groups."""
+        """Make the outer update; return a function for the norm of the mean change."""
         training = self._training
         update.sums.write()
         training.await_staging()
         is_last = self.steps_of(update.step) == training.num_steps
-        # A group that has trained nothing of it, as in a replay, would keep a share of the anchors of before.
-        mixes = any(self._sent.values()) and not is_last
+        # Without steps of this round, as in a replay, the model has the former anchors' weights,
+        # and must not keep a share of them.
+        has_own_steps = any(self._given.values())
+        mixes = has_own_steps and not is_last
         squares = self.outer.step(self._config.fragment_update_alpha if mixes else 0.0)
         self._under_way = None
-        while self._sent:
-            fragment, tokens = self._sent.popitem()
+        for fragment, tokens in self._given.items():
             self._trained[fragment] -= tokens
+        self._given = {}
         if self._ahead is not None:
-            self._ahead.behind = None
+            self._ahead.previous = None
         training.refresh_converters()
         training.step = self.steps_of(update.step)
+        # The LR of the round's last step, even if this group has made fewer steps.
         set_lr(training.lr_schedulers, training.step - 1)
-        if not update.sums.is_kept:
-            self.work.lr = training.lr  # of the round's last step, also where this group has made fewer
+        if not update.sums.is_copy:
+            self.work.lr = training.lr
         set_lr(training.lr_schedulers, training.step)
         return partial(float, join_norm(squares, self._group.gather))
 
     def meet_after_update(self) -> bool:
-        """Open the next round with the others; a group whose moments are spoiled gets a peer's state instead."""
+        """Open the next round with the others; return True if this group must heal first.
+
+        A group whose change was not finite heals: the moments of its optimizer are not finite
+            either.
+        """
         if self._is_over:
             return False
         if self._position.exclusions:
-            logger.warning("this group's change was not finite: it begins the next round with a peer's state")
-            self.state.restore()  # should every peer be gone by then
+            logger.warning(
+                "this group's change was not finite: it begins the next round with a peer's state",
+            )
+            # The model needs the anchors if every peer is gone by then.
+            self.state.restore()
             return True
-        return self._open()
+        return self._open_round()
 
     def resume_after_heal(self) -> bool:
-        """Keep the steps of the round under way if the weights below them are kept, and open the round with the others.
+        """Take up the local steps after a heal; return True if this group must heal once more.
 
-        They are where this group has gone back to its own state, for the update that it had missed is lost with its
-        holders: it gives what it has made of the round once more. Where steps of the next one are on top of that, both
-        are trained again.
+        If the group has gone back to its own state, the missed update is lost with its holders.
+        Then it gives the local steps of its round once more. If it has also made steps of the next
+        round, on top of these, it trains both rounds again.
         """
         if self._under_way is not None:
             if self._ahead is None:
                 self._ahead = self._under_way
             else:
                 self.state.restore()
-        return self._replica.opens and not self._is_over and self._open()
+        if not self._replica.others_open or self._is_over:
+            return False
+        return self._open_round()
 
     @property
     def _is_over(self) -> bool:
-        """Say whether the last update has the job's last step."""
+        """True if the last update has the job's last step."""
         return self._training.step >= self._training.num_steps
 
-    def _open(self) -> bool:
-        """Meet the others before the first step of a round; returns whether this group must heal."""
-        opening = self._replica.open()
-        self._late = opening is Opening.EXCHANGE
+    def _open_round(self) -> bool:
+        """Meet the others before the first step of a round; return True if this group must heal."""
+        opening = self._replica.open_round()
+        self._exchanges_at_once = opening is Opening.EXCHANGE
         return opening is Opening.HEAL
 
-    # Leaving in the midst of it
+    # Leaving during a round
 
     def _meets_to_leave(self, remaining: int) -> bool:
-        """Say whether a group that was told to leave breaks off its round and meets the others now. A collective.
+        """Return True if a group that leaves breaks off its round and exchanges it now. A
+        collective.
 
-        It does if it has no time for the round. If all groups leave in the midst of their rounds, the state
-        of the last update leaves with them: they meet, so that each knows of the others, and one of them
-        saves it. A group that meets others at the end of their round gives what it has made by then.
+        It does so if it has no time for the whole round. Suppose that all groups leave during their
+        rounds. Then the state of the last update leaves with them. So they meet, to know of each
+        other, and one of them saves the state. A group that meets others at the end of their round
+        gives the steps that it has made by then.
 
         Args:
-            remaining: steps until it asks for the exchange; none if it has: it gives what it has made by then.
+            remaining: steps until this group requests the quorum; 0 = it has requested it.
 
         Raises:
-            Leaving: the others do not come; the round's batches are void, and are trained when it is back.
+            Leaving: the others do not come. The batches of the round are void, and are trained when
+                the group is back.
         """
-        step = self.work.compute_seconds / self.work.inner_steps
-        # A group that has asked makes another step only while it waits for the others.
-        needed, share = (step * remaining, OWN_SHARE) if remaining else (step, WAITING_SHARE)
-        if not self._replica.lacks_time(needed, share):
+        step_seconds = self.work.compute_seconds / self.work.inner_steps
+        if remaining:
+            lacks_time = self._replica.lacks_time(step_seconds * remaining, OWN_SHARE)
+        else:
+            # The quorum is requested: one more step is made only while the others are not there.
+            lacks_time = self._replica.lacks_time(step_seconds, WAITING_SHARE)
+        if not lacks_time:
             return False
         if remaining:
-            self._broken_off = f"{remaining} steps of the round were left, too many for drain_timeout_seconds"
-            # No further steps meanwhile: the time is for the others, and for the save.
+            left = f"{remaining} steps of the round were left"
+            self._break_off_reason = f"{left}, too many for drain_timeout_seconds"
+            # No further steps: the time is for the others, and for the save.
             is_over = partial(self._replica.lacks_time, 0.0, OWN_SHARE)
             if self._training.lacks_state() and self._replica.await_others(is_over):
                 return True
@@ -432,31 +543,42 @@ class RoundStrategy(StepStrategy):
         raise Leaving
 
     def go_back_to_update(self) -> None:
-        """Let the model be that of the last update: the steps that this group has made since are void."""
-        self._drop_spoiled_moments()
+        """Restore the model of the last update. The local steps since then are void."""
+        self._drop_nonfinite_moments()
         self.outer.restore_model()
         super().go_back_to_update()
         set_lr(self._training.lr_schedulers, self._training.step)
 
     def describe_departure(self) -> Departure:
-        """Name the batches of a round that is in no update, and those of steps made ahead of the last one."""
+        """Return how this group leaves, with the batches that are in no update."""
         ahead = merge(self._ahead.readings) if self._ahead else []
-        void = [] if self.work.seconds else merge([*self.work.readings, *ahead])
+        is_committed = self.work.seconds > 0
+        if is_committed:
+            return Departure("SIGTERM", in_order=True, void=ahead)
+        void = merge([*self.work.readings, *ahead])
         if not void:
             return Departure("SIGTERM", in_order=True, void=ahead)
-        reason = self._broken_off or "the others were not there in time to exchange the round"
+        reason = self._break_off_reason
+        if not reason:
+            reason = "the others were not there in time to exchange the round"
         return Departure(f"SIGTERM: {reason}", in_order=False, void=void)
 
     def find_uncommitted(self) -> list[Reading]:
-        """Leave out a round that the training thread, which goes on meanwhile, has just committed."""
-        works = [work for work in (self._under_way, self._ahead) if work is not None]
-        left = [work for work in works if self.updates_of(work.first_step) > self._position.step]
-        return merge(reading for work in left for reading in list(work.readings))
+        """Return the batches of local steps that are in no update; any thread.
+
+        The training thread goes on meanwhile, and may have just committed a round.
+        """
+        readings: list[Reading] = []
+        for work in (self._under_way, self._ahead):
+            if work is not None and self.updates_of(work.first_step) > self._position.step:
+                readings += work.readings
+        return merge(readings)
 
 
 def _warn_of_useless_bits(config: FaultTolerance) -> None:
     if quantizes(config) and config.group_size >= 8:
         logger.warning(
-            f"{TABLE}.should_quantize should be false with {TABLE}.group_size >= 8, got {config.group_size}: each "
-            f"group sends {config.group_size / 8:.3g} times the bytes that it would send in fp32; leave it out"
+            f"{TABLE}.should_quantize should be false with {TABLE}.group_size >= 8, got "
+            f"{config.group_size}: each group sends {config.group_size / 8:.3g} times the bytes "
+            "that it would send in fp32; leave it out",
         )

@@ -1,9 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The interface of a strategy, which makes updates with the other groups, and the strategy of one update per step.
+"""The strategy of one update per step, and the interface to the group's own training.
 
-The trainer drives a strategy through an update, a heal and a drain. The strategy drives the group's own training, and
-knows it by the interface `GroupTraining` only. So the simulation runs the same strategies as a worker does.
+The trainer calls a strategy for each update, heal and departure. The strategy calls the group's own
+training through the interface `GroupTraining` only. So the simulation runs the same strategies as a
+worker does.
+
+See docs/design.md, "The rooms".
 """
 
 from __future__ import annotations
@@ -33,11 +36,13 @@ from titan_ft.transfer.snapshot import Counters, TrainState
 
 
 class GroupTraining(Protocol):
-    """One rank's part in the training of its own group: torchtitan's, or that of the simulation.
+    """One rank's part in the training of its own group, in torchtitan or in the simulation.
+
+    Training thread only.
 
     Attributes:
-        step: torchtitan's number of the step under way; between two steps, the number of the one just made.
-        data_ended: raised by `compute` if the data is finite and at its end.
+        step: torchtitan's number of the step under way; between two steps, that of the last step.
+        data_ended: `compute` raises this error at the end of finite data.
     """
 
     step: int
@@ -45,66 +50,68 @@ class GroupTraining(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Return torchtitan's `training.steps`: the job's final step."""
+        """torchtitan's `training.steps`: the job's final step."""
 
     @property
     def model_parts(self) -> list[nn.Module]:
-        """Return the modules that this rank trains."""
+        """The modules that this rank trains."""
 
     @property
     def optimizers(self) -> Any:
-        """Return the optimizers, as torchtitan's OptimizersContainer."""
+        """torchtitan's OptimizersContainer."""
 
     @property
     def lr_schedulers(self) -> Any:
-        """Return their schedulers, as torchtitan's LRSchedulersContainer."""
+        """torchtitan's LRSchedulersContainer."""
 
     @property
     def lr(self) -> float:
-        """Return the LR of the next step."""
+        """Learning rate of the next step."""
 
     @property
     def nominal_tokens(self) -> int:
-        """Return the tokens of a step with all groups present: the losses are divided by them."""
+        """Tokens of a step with all groups present. The losses are divided by this number."""
 
     @property
     def gradient_scale(self) -> float:
-        """Return the factor from local gradients to gradients of the reported loss; 1 without a pipeline."""
+        """Factor from local gradients to gradients of the reported loss; 1 without a pipeline."""
 
     def compute(self, work: Work, slots: Sequence[int], arm: Callable[[], None]) -> Contribution:
-        """Read one step's batch for each slot, add its gradients to the local ones, and record it in `work`.
+        """Train one step's batch of each slot.
+
+        Adds its gradients to the local ones, and records the step in `work`.
 
         Args:
-            arm: called just before the last backward, which may then launch the exchange.
+            arm: called just before the last backward. That backward may then launch the exchange.
         """
 
     def beat(self) -> None:
         """Note that the training thread makes progress."""
 
     def clear_gradients(self) -> None:
-        """Begin a gradient anew."""
+        """Drop the local gradients."""
 
     def clip_gradients(self) -> torch.Tensor:
-        """Clip the gradients; returns their norm before that."""
+        """Clip the gradients; return their norm before clipping."""
 
     def refresh_converters(self) -> None:
-        """Let the model's converters compute anew what they keep of the weights."""
+        """Let the model's converters compute again the values that depend on the weights."""
 
     def await_staging(self) -> None:
-        """Wait until a save in the background has copied the weights, which are about to change."""
+        """Wait until a background save has copied the weights, which are about to change."""
 
     def collect_garbage(self, step: int) -> None:
         """Run Python's garbage collector after `step` if torchtitan's schedule says so."""
 
     def pauses_after(self, step: int) -> bool:
-        """Say whether a save, a validation or the end of training follows `step`."""
+        """Return True if a save, a validation or the end of training follows `step`."""
 
     def lacks_state(self) -> bool:
-        """Say whether the state after the last update is in no checkpoint, and is to be saved."""
+        """Return True if the state after the last update must be saved, and is in no checkpoint."""
 
 
 class CommitCounters(Counters, Protocol):
-    """Counts that advance with each committed update: tokens and the ledger."""
+    """Counters that advance with each committed update: tokens and the ledger."""
 
     def advance(self, update: Update) -> None: ...
 
@@ -114,8 +121,9 @@ class Departure:
     """How a group leaves on SIGTERM.
 
     Attributes:
-        in_order: every trained batch is in an update, except those of steps made ahead of the last update's exchange.
-        void: the batches that are in no update; there may be some even if `in_order`.
+        in_order: every trained batch is in an update. Steps that were made ahead, during the last
+            update's exchange, do not count.
+        void: the trained batches that are in no update; with `in_order`, those of steps made ahead.
     """
 
     reason: str
@@ -124,20 +132,23 @@ class Departure:
 
 
 class StepStrategy:
-    """Each step is an update: gradients leave during backward, and the optimizer applies their mean.
+    """Makes one update from each step.
 
-    `RoundStrategy` overrides the methods in which a round differs.
+    Gradients leave during backward, and the optimizer applies their mean. `RoundStrategy` overrides
+    the methods in which a round of several steps differs. The trainer calls a strategy, on the
+    training thread; `find_uncommitted` may run on any thread. If `apply` fails, the process ends:
+    the model may have a part of the update.
 
     Args:
-        counters: of tokens, and the ledger (the batches of each update); part of the state that heals.
-        num_ranks: of the groups' ranks on this host, which share its memory.
+        counters: of tokens and batches. They are a part of the state that a joiner gets.
+        num_ranks: number of the groups' ranks on this host, which share its memory.
 
     Attributes:
-        state: this group gives it to groups that heal, and loads it when it heals.
-        outer: the outer model of a semi-synchronous method, on which the groups agree; None here: they agree on the
-            trained model.
-        fragments: for each exchanged parameter the number of its fragment; empty = all are exchanged in each update.
-        work: on the update under way.
+        state: the state that this group serves to joiners, and loads when it heals.
+        outer: the outer model of a semi-synchronous method, on which the groups agree. None: the
+            groups agree on the trained model.
+        fragments: fragment number of each exchanged parameter; empty = each update exchanges all.
+        work: this rank's work on the update under way.
     """
 
     outer: OuterModel | None = None
@@ -153,7 +164,10 @@ class StepStrategy:
         counters: CommitCounters,
         num_ranks: int,
     ) -> None:
-        self._config, self._training, self._position, self._group = config, training, position, group
+        self._config = config
+        self._training = training
+        self._position = position
+        self._group = group
         self._counters = counters
         self._replica: ReplicaDimension
         self._exchange: GradientExchange
@@ -161,8 +175,9 @@ class StepStrategy:
         self.work = Work(0, lr=0.0)
 
     def attach(self, replica: ReplicaDimension, exchange: GradientExchange) -> None:
-        """Train with these other groups from now on."""
-        self._replica, self._exchange = replica, exchange
+        """Connect this strategy to the other groups. Call this once, before training."""
+        self._replica = replica
+        self._exchange = exchange
 
     # The groups' common state
 
@@ -178,79 +193,87 @@ class StepStrategy:
         )
 
     def take_checkpoint(self) -> None:
-        """Go on from the weights that a checkpoint had."""
+        """Go on from the weights of a checkpoint, which was just loaded."""
         self._training.refresh_converters()
 
     def agreed_parameters(self) -> dict[str, torch.Tensor]:
-        """Return by name the parameters that all groups have alike."""
-        parts = enumerate(self._training.model_parts)
-        return {f"{number}/{name}": parameter for number, part in parts for name, parameter in part.named_parameters()}
+        """Return the parameters that are equal in all groups, by name."""
+        parameters: dict[str, torch.Tensor] = {}
+        for number, part in enumerate(self._training.model_parts):
+            for name, parameter in part.named_parameters():
+                parameters[f"{number}/{name}"] = parameter
+        return parameters
 
     def agreed_optimizers(self) -> Iterable[torch.optim.Optimizer]:
-        """Return the optimizers whose state all groups have alike."""
+        """Return the optimizers whose state is equal in all groups."""
         optimizers: Iterable[torch.optim.Optimizer] = self._training.optimizers
         return optimizers
 
-    def lent(self) -> AbstractContextManager[None]:
-        """Give the model the weights on which all groups agree, inside the context: to save or validate them."""
+    def lend_agreed_weights(self) -> AbstractContextManager[None]:
+        """Give the model the weights on which all groups agree, inside the context.
+
+        Saves and validations run inside it.
+        """
         return contextlib.nullcontext()
 
     # The exchange
 
     def exchanged(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters whose gradients the exchange sums, in the same order in every group."""
+        """Yield the parameters whose gradients are summed, in the same order in every group."""
         for part in self._training.model_parts:
             yield from part.parameters()
 
     @property
     def gradient_scale(self) -> float:
-        """Return the factor that the exchange multiplies local gradients with."""
+        """Factor by which the exchange multiplies local gradients."""
         return self._training.gradient_scale
 
     # Numbers
 
     def steps_of(self, updates: int) -> int:
-        """Return torchtitan's step after so many committed updates."""
+        """Return torchtitan's step after this many committed updates."""
         return updates
 
     def updates_of(self, step: int) -> int:
-        """Return the number of the update that torchtitan's step `step` is part of."""
+        """Return the number of the update that has torchtitan's step `step`."""
         return step
 
     def pauses_after(self, update: int) -> bool:
-        """Say whether no quorum is to be asked for right after an update.
+        """Return True if this group pauses after an update, and so must not request a quorum then.
 
-        If a group asked for its quorum before such a pause, the others would wait for it in the exchange, until
-        `process_group_timeout_ms`. Otherwise they wait at the lighthouse, until `join_timeout_ms`.
+        If it requested its quorum before the pause, the others would wait for it in the exchange,
+        until `process_group_timeout_ms`. Otherwise they wait at the lighthouse, until
+        `join_timeout_ms`.
         """
         return self._training.pauses_after(update)
 
     # One update
 
-    def begin_work(self) -> Work:
-        """Begin the next update; returns the record of this rank's work on it."""
+    def start_update(self) -> Work:
+        """Start the next update; return the record of this rank's work on it."""
         self.work = Work(self._training.step, lr=self._training.lr)
         return self.work
 
     def train(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
-        """Make this group's part of an update, or go on with it; returns the contribution to the exchange.
+        """Make this group's part of an update, or more of it; return the contribution.
 
         Args:
-            slots: whose batches this group reads now.
-            arm: called just before the last backward, which may then launch the exchange.
+            slots: slots whose batches this group reads now.
+            arm: called just before the last backward. That backward may then launch the exchange.
         """
         return self._training.compute(self.work, slots, arm)
 
     def discard(self) -> None:
-        """Drop the gradients of the update under way; the batches stay in the feed."""
+        """Drop the gradients of the update under way. The batches stay in the feed."""
         self._training.clear_gradients()
         self.work.readings.clear()
 
     def apply(self, update: Update) -> Callable[[], float]:
-        """Apply a committed update, live or replayed, and advance what counts commits.
+        """Apply a committed update, live or replayed, and advance the counters of commits.
 
         Returns:
-            A function that returns the norm of the mean gradient before clipping; it waits for the device.
+            A function that returns the norm of the mean gradient before clipping. It waits for the
+            device.
         """
         self._training.beat()
         norm = self._apply_sums(update)
@@ -258,7 +281,7 @@ class StepStrategy:
         return norm
 
     def replay(self, update: Update) -> None:
-        """Apply a queued update, and wait until the device is done: the caller times this call."""
+        """Apply a queued update, and wait for the device: the caller measures this call."""
         self.apply(update)
         device.synchronize([device.record_event()])
 
@@ -267,31 +290,36 @@ class StepStrategy:
         update.sums.write(update.scale)
         norm = training.clip_gradients()
         training.await_staging()
-        factor = lr_factor(config.lr_policy, len(update.slots) / config.group_size)
+        share = len(update.slots) / config.group_size  # of the global batch
+        factor = lr_factor(config.lr_policy, share)
         with scaled_lr(training.optimizers, factor):
             training.optimizers.step()
         training.lr_schedulers.step()
-        if not update.sums.is_kept:
+        if not update.sums.is_copy:
             self.work.lr *= factor
         return device.read_later(norm)
 
     def meet_after_update(self) -> bool:
-        """Meet the others once more after an update where the next one is far away, as between two rounds.
-
-        Returns whether this group must heal first.
+        """Meet the others once more after an update, if the next update is far away.
 
         A collective of the group.
+
+        Returns:
+            True if this group must heal first.
         """
         return False
 
     def resume_after_heal(self) -> bool:
-        """Take up this group's own work after a heal; returns whether it must heal once more. A collective."""
+        """Take up local work after a heal; return True if the group must heal again.
+
+        A collective.
+        """
         return False
 
     # Leaving
 
     def go_back_to_update(self) -> None:
-        """Let model and step be those of the last update again: the work on the one under way came to nothing."""
+        """Go back to the last update: the work on the one under way is void."""
         self._training.step = self.steps_of(self._position.step)
 
     def describe_departure(self) -> Departure:
@@ -299,8 +327,8 @@ class StepStrategy:
         return Departure("SIGTERM", in_order=True)
 
     def find_uncommitted(self) -> list[Reading]:
-        """Return the batches that this rank has read and that are in no update; any thread.
+        """Return the batches of local steps that are in no update; any thread.
 
-        There are none here: another group reads the batch of an unfinished step.
+        There are none: another group trains the batch of an unfinished step.
         """
         return []

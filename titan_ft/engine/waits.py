@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from titan_ft.protocol.member import Process
+from titan_ft.protocol.member import GroupProcess
 from titan_ft.protocol.row import Row, Why
 from titan_ft.run.events import Waited
 
@@ -34,7 +34,11 @@ class GroupWait(NamedTuple):
 
 
 def find_waits(
-    rows: Sequence[Row], own: int, began: float, connected: float, gone: Sequence[tuple[int, Why]] = ()
+    rows: Sequence[Row],
+    own: int,
+    began: float,
+    connected: float,
+    gone: Sequence[tuple[int, Why]] = (),
 ) -> Iterator[GroupWait]:
     """Yield the waits of this rank in an exchange that succeeded.
 
@@ -62,9 +66,9 @@ def find_waits(
         # old. A joiner that asks until then delays nobody.
         if gone and row.reason.joins:
             continue
-        requests.append((-row.asked, row))
+        requests.append((-row.asked_before_seconds, row))
     # This rank waits for the quorum once it is ready and its group has asked.
-    quorum_wait_began = max(began, -rows[own].asked)
+    quorum_wait_began = max(began, -rows[own].asked_before_seconds)
     yield from _charge(quorum_wait_began, requests)
     last_request = max([quorum_wait_began, *(time for time, _ in requests)])
     # From the last request on, the lighthouse waits only for groups that are gone.
@@ -80,10 +84,10 @@ def find_waits(
         causes = [*gone, *_find_joiners(rows)]
         for slot, why in causes:
             yield GroupWait(slot, why, connecting_seconds / len(causes))
-    # Then the wait for the exchange: until every member is ready for it. This rank was ready once its
-    # gradients were there and the ranks of its group were connected.
-    own_ready = max(began, rows[own].came)
-    arrivals = [(row.came, row) for row in rows]
+    # Then the wait for the exchange: until every member is ready for it. This rank was ready once
+    # its gradients were there and the ranks of its group were connected.
+    own_ready = max(began, rows[own].ready_after_seconds)
+    arrivals = [(row.ready_after_seconds, row) for row in rows]
     # A group that was last because it connected longer is not charged for its activity before.
     connecting = {row.slot for row in rows if row.connecting}
     for wait in _charge(own_ready, arrivals):
@@ -124,9 +128,9 @@ class WaitLog:
     def __init__(self) -> None:
         self._seconds = defaultdict[tuple[int, Why], float](float)
         """Seconds since the last update, by awaited slot and reason."""
-        self._last_members: frozenset[Process] = frozenset()
+        self._last_members: frozenset[GroupProcess] = frozenset()
         """Members of the last exchange that succeeded."""
-        self._broken = defaultdict[Process, float](float)
+        self._broken = defaultdict[GroupProcess, float](float)
         """By member, seconds of the exchanges with it that broke after the last success."""
         self._held_back_for: tuple[Sequence[int], Why] | None = None
         """The groups for which the update is held back, and why (`decision.Wait`).
@@ -135,7 +139,9 @@ class WaitLog:
         self._began = 0.0
         """When the wait of the latest exchange began."""
         self._last_waits: list[GroupWait] = []
-        """Waits of the latest exchange. `start_wait` adds them, or replaces them if the update is held back."""
+        """Waits of the latest exchange. `start_wait` adds them to `_seconds`.
+
+        If the update is held back, `start_wait` replaces them first."""
 
     def start_wait(self, now: float) -> None:
         """Note that this rank is ready for an exchange."""
@@ -149,7 +155,7 @@ class WaitLog:
         self._held_back_for = None
         self._began = now
 
-    def note_broken(self, members: Collection[Process], now: float) -> None:
+    def note_broken(self, members: Collection[GroupProcess], now: float) -> None:
         """Note that the exchange broke at `now`.
 
         Which member broke it is not known before the next exchange that succeeds: that member is
@@ -164,7 +170,7 @@ class WaitLog:
         own: int,
         answered: float,
         connected: float,
-        members: Collection[Process],
+        members: Collection[GroupProcess],
         left: Collection[int],
     ) -> None:
         """Note that the exchange succeeded.

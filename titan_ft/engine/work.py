@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank's work on an update: the batches that it read, and the time that each part took."""
+"""One rank's work on an update: the batches that it has read, and the duration of each part."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from titan_ft.protocol.row import Why
 
 @dataclass
 class Work:
-    """This rank's work on one step.
+    """This rank's work on one update. Training thread only.
 
     Attributes:
-        first_step: torchtitan's number of it, or of the first one if it is a round of several.
-        lr: of the update.
-        readings: what this rank has read for the step.
-        grad_norm: tells it, before clipping; waits for the update.
-        seconds: of all of it; 0 until it is in an update.
-        compute_seconds: of forward and backward.
-        exchange_seconds: from there to the commit.
-        overlapped_seconds: from there to the commit, of the next one's forward and backward.
-        loading_seconds: of those, reading batches, on the group's slowest rank.
-        between_seconds: from the end of the last step to the begin of this one.
-        inner_steps: how many of them this group made itself.
-        wire_bytes: of gradients that this rank has sent since the last commit.
+        first_step: torchtitan's number of the update's first local step.
+        lr: learning rate of the update.
+        readings: the batches that this rank has read for the update.
+        grad_norm: returns the gradient norm before clipping; waits for the device.
+        seconds: duration of the whole work; 0 until the update is committed.
+        compute_seconds: duration of forward and backward.
+        exchange_seconds: from the end of backward to the commit.
+        overlapped_seconds: duration of the next update's forward and backward in this time.
+        loading_seconds: the part of `compute_seconds` in which the group's slowest rank read
+            batches.
+        between_seconds: from the end of the last update to the start of this one.
+        inner_steps: number of local steps that this group has made for the update.
+        wire_bytes: bytes of gradients that this rank has sent since the last commit.
     """
 
     first_step: int
@@ -44,15 +45,19 @@ class Work:
     wire_bytes: int = 0
 
     @property
-    def most(self) -> Why:
-        """What most of the time until the exchange went into."""
-        parts = {
+    def main_activity(self) -> Why:
+        """The activity that took most of the time until the exchange."""
+        seconds = {
             Why.COMPUTING: self.compute_seconds - self.loading_seconds,
             Why.LOADING: self.loading_seconds,
             Why.BETWEEN_STEPS: self.between_seconds,
         }
-        return max(parts, key=lambda why: parts[why])
+        return max(seconds, key=lambda why: seconds[why])
 
-    def read(self, slot: int) -> int:
-        """Return how many batches of `slot` this rank has read for it."""
-        return sum(reading.entry.num_batches for reading in self.readings if reading.entry.slot == slot)
+    def count_batches(self, slot: int) -> int:
+        """Return how many batches of `slot` this rank has read for the update."""
+        number = 0
+        for reading in self.readings:
+            if reading.entry.slot == slot:
+                number += reading.entry.num_batches
+        return number

@@ -1,3 +1,3 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients on their way between replica groups: buckets, their encodings, and the exchange that sums them."""
+"""Gradients between replica groups: buckets, their encodings, and the exchange."""

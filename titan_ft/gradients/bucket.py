@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Buckets: flat tensors of fixed content and order in which gradients travel, and the way into and out of them."""
+"""Buckets: flat tensors of fixed content and order, in which gradients travel.
+
+See docs/exchange.md.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from titan_ft import device
 from titan_ft.gradients import half
 from titan_ft.gradients.quantize import Residual, payload_bytes
 
-_EXACT_BYTES = torch.float32.itemsize  # of a number that is never rounded
+_EXACT_BYTES = torch.float32.itemsize  # of a value that is never rounded
 
 
 class Gradient:
@@ -26,81 +29,89 @@ class Gradient:
         self.shape = device.local_shard(parameter).shape
 
     def read(self) -> torch.Tensor | None:
-        """Return this rank's shard of the gradient; None for a parameter that this step did not use."""
+        """Return this rank's shard of the gradient; None = this step did not use the parameter."""
         gradient = self.parameter.grad
         return None if gradient is None else _shard(gradient, self.parameter)
 
     def drop(self) -> None:
-        """Let the parameter have no gradient: an optimizer skips it, one of zeros would make it decay."""
+        """Remove the gradient. With one of zeros, the optimizer would decay the parameter."""
         self.parameter.grad = None
 
     def target(self) -> torch.Tensor:
-        """Return where this rank's shard of the new gradient is to be written."""
+        """Return the memory for this rank's shard of the new gradient."""
         parameter = self.parameter
         if parameter.grad is None or _layout(parameter.grad) != _layout(parameter):
             parameter.grad = torch.zeros_like(parameter)
         return device.local_shard(parameter.grad)
 
 
-class Count:
-    """A buffer in which the model counts what it trains, as a part of a bucket."""
+class CountBuffer:
+    """A buffer in which the model counts tokens per expert, as a part of a bucket."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = device.local_shard(buffer)
         self.shape = self.buffer.shape
 
     def read(self) -> torch.Tensor:
-        """Return what this rank has counted."""
+        """Return this rank's counts."""
         return self.buffer
 
     def drop(self) -> None:
-        """Leave what is counted: nobody has counted more."""
+        """Keep the local counts: no other group added to them."""
 
     def target(self) -> torch.Tensor:
-        """Return where the sum is to be written."""
+        """Return the memory for the sum."""
         return self.buffer
 
 
-Part = Gradient | Count
+BucketPart = Gradient | CountBuffer
 
 
 class BucketState(enum.Enum):
-    """The owner of a bucket's memory, and what is in it.
+    """The owner and the contents of a bucket's memory.
 
-    FILLING -> FULL -> SUMMED -> APPLIED -> FILLING ... `begin` is allowed in every state: an exchange may break, and a
-    round that is no update leaves sums that nobody applies.
+    FILLING -> FULL -> SUMMED -> APPLIED -> FILLING ... `start_exchange` is allowed in every state:
+    an exchange may break, and the sums of a round without an update are never applied.
     """
 
-    FILLING = enum.auto()  # the training thread copies gradients in, as they become final
-    FULL = enum.auto()  # the exchange's thread sums it
-    SUMMED = enum.auto()  # an update owns the sums in it (`Sums`)
-    APPLIED = enum.auto()  # the update is made, and nobody needs the memory
+    FILLING = enum.auto()  # the training thread copies gradients in as they become final
+    FULL = enum.auto()  # the exchange's thread sums the bucket
+    SUMMED = enum.auto()  # an update owns the sums in the bucket (`Sums`)
+    APPLIED = enum.auto()  # the update is applied, and the memory is free
 
 
 class Bucket:
-    """What travels together: a flat tensor and one view per part, gradients before counts, in a fixed order.
+    """A flat tensor that travels as a whole, and one view per part: gradients, then counts.
 
-    Its gradients are kept as they travel, fp32 or bfloat16. Behind them come the numbers that are never rounded, in
-    fp32 always: the counts, and one for each part, the weights of the groups that have a gradient of it, added up.
+    The gradients have the dtype in which they travel, fp32 or bfloat16. After them come the values
+    that are never rounded, always in fp32: the counts, and one weight for each part. The sum of
+        this
+    weight over the groups that have a gradient of the part gives the mean.
+
+    The owner in `BucketState` alone may touch the memory; the training thread makes the
+    transitions. After an exchange that broke, the contents are void.
 
     Attributes:
         state: see `BucketState`.
-        on_host: the gradients that it is filled from, and written to, are in host memory.
-        flat: 1D, of the dtype that gradients travel in; `values` are the gradients in it, `exact` the other numbers.
-        views: of `flat`, one per part; `used` are the weights.
-        residual: with quantization, what rounding has left behind of this group's gradients; else None.
-        missing: parts that are not in it yet.
-        final: those of them whose gradients are final.
-        calls: of autograd's hook for each part, since the launch; counted with a pipeline only.
-        stream: of the device, where the last of these became so; behind those of all others.
-        weights: of the parts that are in it.
-        full: the bucket may be read, or be overwritten by who gives nothing, from there on.
-        total: sum of all that this rank gives.
+        on_host: the gradients outside of the bucket are in host memory.
+        flat: 1D, the whole memory.
+        values: the gradients in `flat`.
+        exact: the values in `flat` that are never rounded.
+        views: of `flat`, one per part.
+        part_weights: the weights in `flat`, one per part.
+        residual: rounding error of this group's gradients; None without quantization.
+        missing: indices of the parts that are not in the bucket yet.
+        final: the missing parts whose gradients are final.
+        calls: number of hook calls of each part since the launch; counted with a pipeline only.
+        stream: stream on which the last of the final gradients became final, after all others.
+        weights: weights of the parts in the bucket.
+        ready: event after which the bucket may be read, or overwritten if this rank gives nothing.
+        total: sum of all values that this rank gives.
     """
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[BucketPart],
         fragment: int,
         where: torch.device,
         dtype: torch.dtype,
@@ -108,12 +119,16 @@ class Bucket:
         quantize: bool,
         gradient_scale: float = 1.0,
     ) -> None:
-        self.parts, self.fragment, self._where, self._dtype = list(parts), fragment, where, dtype
+        self.parts = list(parts)
+        self.fragment = fragment
+        self._where = where
+        self._dtype = dtype
         sizes = [part.shape.numel() for part in parts]
-        num_gradients = sum(isinstance(part, Gradient) for part in parts)
-        self._sizes, self._exact_sizes = sizes[:num_gradients], [*sizes[num_gradients:], len(sizes)]
+        gradients = [part for part in parts if isinstance(part, Gradient)]
+        self._sizes = sizes[: len(gradients)]
+        self._exact_sizes = [*sizes[len(gradients) :], len(sizes)]
         self._gradient_scale = gradient_scale
-        self.on_host = all(part.parameter.device.type == "cpu" for part in parts if isinstance(part, Gradient))
+        self.on_host = all(part.parameter.device.type == "cpu" for part in gradients)
         self.state = BucketState.APPLIED
         self.residual = Residual() if quantize else None
         self.total = torch.empty((), dtype=torch.float32, device=where)
@@ -122,122 +137,144 @@ class Bucket:
         self.calls: Counter[int] = Counter()
         self.weights = [0.0] * len(self.parts)
         self.stream: torch.Stream | None = None
-        self.full: torch.Event | None = None
-        self.renew()
+        self.ready: torch.Event | None = None
+        self.reallocate()
 
     @property
-    def halves(self) -> bool:
-        """Say whether its gradients are in bfloat16."""
+    def is_bfloat16(self) -> bool:
+        """True if the gradients travel in bfloat16."""
         return self._dtype is torch.bfloat16
 
     @property
     def num_bytes(self) -> int:
-        """Return its memory."""
+        """Bytes of the bucket's memory."""
         return self.flat.numel() * self.flat.element_size()
 
-    def renew(self) -> None:
-        """Take other memory; what is in the bucket is lost."""
+    def reallocate(self) -> None:
+        """Take other memory. The contents of the bucket are lost."""
         per_exact = _EXACT_BYTES // self._dtype.itemsize
-        before = -(-sum(self._sizes) // per_exact) * per_exact  # what is exact lies at a multiple of its bytes
-        self.flat = device.empty_bucket(before + sum(self._exact_sizes) * per_exact, self._dtype, self._where)
+        # Exact values lie at a multiple of their size.
+        exact_start = -(-sum(self._sizes) // per_exact) * per_exact
+        numel = exact_start + sum(self._exact_sizes) * per_exact
+        self.flat = device.empty_bucket(numel, self._dtype, self._where)
         self.values, self.exact = self._cut(self.flat)
-        self.views, self.used = self.split(self.flat)
+        self.views, self.part_weights = self.split(self.flat)
 
     def _cut(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        exact = flat.view(torch.uint8)[-sum(self._exact_sizes) * _EXACT_BYTES :].view(torch.float32)
+        exact_bytes = sum(self._exact_sizes) * _EXACT_BYTES
+        exact = flat.view(torch.uint8)[-exact_bytes:].view(torch.float32)
         return flat[: sum(self._sizes)], exact
 
     def split(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the views of a flat tensor like the bucket's: one per part, and their weights."""
+        """Return the views of a tensor like the bucket's `flat`: one per part, and the weights."""
         values, exact = self._cut(flat)
-        *counts, used = exact.split_with_sizes(self._exact_sizes)
-        views = [*values.split_with_sizes(self._sizes), *counts]
-        return [view.view(part.shape) for view, part in zip(views, self.parts, strict=True)], used
+        *counts, part_weights = exact.split_with_sizes(self._exact_sizes)
+        views = []
+        for flat_view, part in zip(
+            [*values.split_with_sizes(self._sizes), *counts],
+            self.parts,
+            strict=True,
+        ):
+            views.append(flat_view.view(part.shape))
+        return views, part_weights
 
     def wire_bytes(self, num_members: int) -> int:
-        """Return what each of so many members sends for all of them to have the sum."""
-        num_values, num_exact, others = self.values.numel(), self.exact.numel(), num_members - 1
-        if self.halves:
+        """Return the bytes that each member sends for one sum of this bucket."""
+        num_values, num_exact = self.values.numel(), self.exact.numel()
+        num_others = num_members - 1
+        if self.is_bfloat16:
             return half.wire_bytes(num_values, num_exact, num_members)
-        if self.residual is None:  # a ring adds up and passes on, each an n-th of it at a time
-            return 2 * others * self.num_bytes // num_members
-        return others * payload_bytes(num_values, num_exact)  # a ring passes all payloads on
+        if self.residual is None:
+            # A ring adds the parts up, then passes the sums on. Each part is an n-th of the bucket.
+            return 2 * num_others * self.num_bytes // num_members
+        return num_others * payload_bytes(num_values, num_exact)  # a ring passes all payloads on
 
-    def begin(self, gives: bool) -> None:
-        """Begin an exchange, to which this rank `gives` all parts, or none."""
+    def start_exchange(self, gives: bool) -> None:
+        """Start an exchange.
+
+        Args:
+            gives: this rank gives all parts of the bucket; False = it gives none.
+        """
         self.state = BucketState.FILLING if gives else BucketState.FULL
         self.missing = set(range(len(self.parts))) if gives else set()
-        self.final, self.stream, self.calls = [], None, Counter()
+        self.final = []
+        self.stream = None
+        self.calls = Counter()
         if self.residual is not None:
-            self.residual.begin()
+            self.residual.start_exchange()
 
     @torch.no_grad()
     def fill(self, indices: Iterable[int], weight: float) -> None:
-        """Copy parts into the bucket, with their weight; with the last of them it is FULL."""
-        assert self.state is BucketState.FILLING, f"gradients come into a bucket that is {self.state.name}"
-        given, own = [], []
+        """Copy parts into the bucket, with their weight. With the last part, the bucket is FULL."""
+        assert self.state is BucketState.FILLING, f"a bucket is filled that is {self.state.name}"
+        views, shards = [], []
         for index in indices:
             shard = self.parts[index].read()
-            self.weights[index] = 0.0 if shard is None else weight
             if shard is None:
+                self.weights[index] = 0.0
                 self.views[index].zero_()
             else:
-                given.append(self.views[index])
-                own.append(shard)
-        if given:
-            torch._foreach_copy_(given, own, non_blocking=True)
+                self.weights[index] = weight
+                views.append(self.views[index])
+                shards.append(shard)
+        if views:
+            torch._foreach_copy_(views, shards, non_blocking=True)
         self.missing.difference_update(indices)
         self.final.clear()
         if not self.missing:
-            self.used.copy_(torch.tensor(self.weights, dtype=torch.float32), non_blocking=True)
+            weights = torch.tensor(self.weights, dtype=torch.float32)
+            self.part_weights.copy_(weights, non_blocking=True)
             self.state = BucketState.FULL
 
-    def end_sum(self) -> None:
+    def mark_summed(self) -> None:
         """The exchange worked, and the bucket has the sums."""
         assert self.state is BucketState.FULL, f"a bucket is summed that is {self.state.name}"
         self.state = BucketState.SUMMED
 
     def drop(self) -> None:
-        """Let its parts have no sums: it did not travel."""
+        """Drop all parts: the bucket did not travel."""
         for part in self.parts:
             part.drop()
 
-    def apply(self) -> None:
-        """The update that owns the sums is made: what rounding left of this rank's gradients counts from now on."""
-        assert self.state is BucketState.SUMMED, f"an update is made of a bucket that is {self.state.name}"
+    def mark_applied(self) -> None:
+        """The update that owns the sums is applied. The rounding error counts from now on."""
+        assert self.state is BucketState.SUMMED, f"a bucket is applied that is {self.state.name}"
         self.state = BucketState.APPLIED
         if self.residual is not None:
-            self.residual.settle()
+            self.residual.commit()
 
     def add_up(self) -> None:
-        """Queue the sum of all that is in it: an inf or a NaN shows there. One cheap pass."""
-        if self.halves:
+        """Queue the sum of all values. An inf or a NaN in them shows in the sum. One cheap pass."""
+        if self.is_bfloat16:
             self.total.copy_(self.values.sum(dtype=torch.float32) + self.exact.sum())
         else:
             self.total.copy_(self.flat.sum())
 
     @torch.no_grad()
     def write(self, flat: torch.Tensor, weights: Sequence[float], scale: float | None) -> None:
-        """Write the sums in `flat`, which is like the bucket's, to where its parts are, in as few kernels as there are.
+        """Write sums to the gradients and counts, in as few kernels as possible.
 
         Args:
-            weights: of the parts; no group has one whose weight is 0.
-            scale: factor of the gradients, beside the bucket's `gradient_scale`; None = they become the means by the
-                weights.
+            flat: the sums, a tensor like the bucket's `flat`.
+            weights: of the parts; 0 = no group has this part.
+            scale: factor of the gradients, besides `gradient_scale`; None = 1 / weight, which gives
+                the weighted mean.
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         factors: list[float] = []
         views = self.views if flat is self.flat else self.split(flat)[0]
         for part, total, weight in zip(self.parts, views, weights, strict=True):
-            if weight:
-                targets.append(part.target())
-                sources.append(total)
-                # Here, where the sums are copied anyway: no further pass over the gradients. A count is no mean.
-                mean = isinstance(part, Gradient)
-                factors.append(self._gradient_scale * (1 / weight if scale is None else scale) if mean else 1.0)
-            else:
+            if weight == 0:
                 part.drop()
+                continue
+            targets.append(part.target())
+            sources.append(total)
+            if isinstance(part, Gradient):
+                # Scaled here, where the sums are copied anyway, without another pass over them.
+                factors.append(self._gradient_scale * (1 / weight if scale is None else scale))
+            else:
+                factors.append(1.0)
         if not targets:
             return
         if sources[0].device.type == "cpu" and targets[0].device.type != "cpu":
@@ -248,50 +285,73 @@ class Bucket:
             _multiply(targets, sources, factors)
 
 
-def _multiply_on_host(targets: list[torch.Tensor], sources: list[torch.Tensor], factors: list[float]) -> None:
-    """Make targets the sources times factors, each while it is in the cache."""
+def _multiply_on_host(
+    targets: list[torch.Tensor],
+    sources: list[torch.Tensor],
+    factors: list[float],
+) -> None:
+    """Set targets to sources times factors, each while it is in the cache."""
     if all(factor == 1.0 for factor in factors):
         torch._foreach_copy_(targets, sources)
         return
     for target, source, factor in zip(targets, sources, factors, strict=True):
-        if factor != 1.0 and target.dtype is source.dtype is torch.float32:
+        is_fp32 = target.dtype is torch.float32 and source.dtype is torch.float32
+        if factor != 1.0 and is_fp32:
             torch.mul(source, factor, out=target)  # in one pass, without memory for the product
         else:
             _multiply([target], [source], [factor])
 
 
-def _multiply(targets: list[torch.Tensor], sources: list[torch.Tensor], factors: list[float]) -> None:
-    """Make targets the sources times factors, rounded once. A device that has the sources makes the product."""
-    changes = any(factor != 1.0 for factor in factors)
-    # What a device brings to host memory is not there yet when the host could multiply it.
-    if changes and (sources[0].dtype is torch.float32 or sources[0].device != targets[0].device):
+def _multiply(
+    targets: list[torch.Tensor],
+    sources: list[torch.Tensor],
+    factors: list[float],
+) -> None:
+    """Set targets to sources times factors, rounded once."""
+    must_scale = any(factor != 1.0 for factor in factors)
+    # If the sources are on another device, that device makes the product: its copy to host memory
+    # is not complete when the host could multiply it.
+    is_elsewhere = sources[0].device != targets[0].device
+    if must_scale and (sources[0].dtype is torch.float32 or is_elsewhere):
         sources = list(torch._foreach_mul([source.float() for source in sources], factors))
-        changes = False
+        must_scale = False
     torch._foreach_copy_(targets, sources, non_blocking=True)
-    if changes:  # a product in bfloat16 is rounded, unless it is made where it is to be
+    if must_scale:
+        # A product in bfloat16 would be rounded twice. So the product is made in the target's
+        # dtype.
         torch._foreach_mul_(targets, factors)
 
 
 def _upload(targets: list[torch.Tensor], sources: list[torch.Tensor], factors: list[float]) -> None:
-    """Write tensors of the host, times factors, to the device; the host waits for none that is pinned.
+    """Write tensors of the host, times factors, to the device. The host waits for no pinned tensor.
 
-    The product is made on the device, of the same two numbers: on the host it would take as much memory again, which is
-    not pinned. What has another dtype there is brought to it when it has been scaled.
+    The product is made on the device, from the same two numbers. On the host it would take as much
+    memory again, and that memory would not be pinned. A source of another dtype than its target is
+    scaled before it is converted.
     """
-    alike = [target.dtype is source.dtype for source, target in zip(sources, targets, strict=True)]
-    moved = [
-        source if same else source.to(target.device, non_blocking=True).float().mul_(factor)
-        for source, target, factor, same in zip(sources, targets, factors, alike, strict=True)
-    ]
-    torch._foreach_copy_(targets, moved, non_blocking=True)
-    scaled = [index for index, same in enumerate(alike) if same and factors[index] != 1.0]
-    if scaled:
-        torch._foreach_mul_([targets[index] for index in scaled], [factors[index] for index in scaled])
+    copied: list[torch.Tensor] = []
+    unscaled: list[torch.Tensor] = []  # targets that are multiplied after the copy
+    unscaled_factors: list[float] = []
+    for source, target, factor in zip(sources, targets, factors, strict=True):
+        if source.dtype is not target.dtype:
+            moved = source.to(target.device, non_blocking=True)
+            copied.append(moved.float().mul_(factor))
+            continue
+        copied.append(source)
+        if factor != 1.0:
+            unscaled.append(target)
+            unscaled_factors.append(factor)
+    torch._foreach_copy_(targets, copied, non_blocking=True)
+    if unscaled:
+        torch._foreach_mul_(unscaled, unscaled_factors)
 
 
-def partition(parts: Sequence[Part], bucket_bytes: int) -> list[list[Part]]:
-    """Cut `parts` into runs of at most `bucket_bytes` of fp32 (at least one part each), keeping the order."""
-    runs: list[list[Part]] = []
+def partition(parts: Sequence[BucketPart], bucket_bytes: int) -> list[list[BucketPart]]:
+    """Cut `parts` into runs of at most `bucket_bytes` of fp32, in their order.
+
+    A run has at least one part, even if the part is larger.
+    """
+    runs: list[list[BucketPart]] = []
     room = 0
     for part in parts:
         size = part.shape.numel() * _EXACT_BYTES
@@ -308,7 +368,11 @@ def _layout(tensor: torch.Tensor) -> object:
 
 
 def _shard(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of `gradient`, sharded as its parameter; tensor parallelism leaves some otherwise."""
+    """Return this rank's shard of `gradient`, sharded as its parameter.
+
+    Tensor parallelism leaves some gradients with another sharding.
+    """
     if isinstance(gradient, DTensor) and _layout(gradient) != _layout(parameter):
-        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]  # a DTensor too
+        assert isinstance(parameter, DTensor)
+        gradient = gradient.redistribute(placements=parameter.placements)
     return device.local_shard(gradient)

@@ -1,12 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The exchange: sum the local gradient shards and a row of facts over the replica groups, while backward goes on.
+"""The exchange: sum gradient shards and gather rows over the replica groups, during backward.
 
-Gradients are copied into buckets of fixed content and order as autograd finishes them
-(`register_post_accumulate_grad_hook`; FSDP2 calls it for sharded parameters too), and each bucket's
-all-reduce starts as soon as it and its predecessors are full. The buckets are copies: the local
-gradients stay untouched until the step is committed, so a broken exchange is repeated with the
-survivors and nothing is recomputed.
+Autograd finishes gradients one after the other (`register_post_accumulate_grad_hook`; FSDP2 calls
+the hook for sharded parameters too). Hooks copy the gradients into buckets of fixed content and
+order. The all-reduce of a bucket starts as soon as the bucket and its predecessors are full.
+
+The buckets are copies. The local gradients stay untouched until the step is committed. So a broken
+exchange is repeated with the survivors, and nothing is computed again.
 
 See docs/exchange.md.
 """
@@ -23,20 +24,26 @@ import torch
 
 from titan_ft import device
 from titan_ft.gradients import half
-from titan_ft.gradients.bucket import Bucket, BucketState, Count, Gradient, Part, partition
+from titan_ft.gradients.bucket import (
+    Bucket,
+    BucketPart,
+    BucketState,
+    CountBuffer,
+    Gradient,
+    partition,
+)
 from titan_ft.gradients.flight import ExchangeError, Flight, Gathered, OwnFacts
 from titan_ft.gradients.quantize import payload_bytes
-from titan_ft.gradients.sums import Room, Sums
+from titan_ft.gradients.sums import CopyMemory, Sums
 from titan_ft.membership.collectives import all_gather, all_to_all, rehearse_sums
 from titan_ft.membership.membership import Membership
 from titan_ft.protocol.member import Quorum
 
 logger = logging.getLogger(__name__)
 
-# Values. The bucket of an unsharded embedding has gigabytes, and as much again may be more than the
-# GPU has left. For tensors above this size NCCL's choice of an algorithm should not change any
-# more.
 _MOST_REHEARSED = 64 << 20
+"""Values. The bucket of an unsharded embedding has gigabytes, and the GPU may not have as much
+again. For tensors above this size, NCCL's choice of an algorithm should no longer change."""
 
 
 @dataclass(frozen=True)
@@ -44,42 +51,48 @@ class Reduced:
     """The outcome of one exchange.
 
     Attributes:
-        rows, messages: of each member; the rows have one width.
-        spoiled: of each member, whether the gradients that it gave have an inf or a NaN.
-        sums: of the gradients. They last until the next exchange is launched.
+        rows, messages: one of each member. All rows have the same length.
+        nonfinite: for each member, True if its gradients have an inf or a NaN.
+        sums: of the gradients. They are valid until the next exchange is launched.
     """
 
     quorum: Quorum
     rows: list[list[float]]
     messages: list[bytes]
-    spoiled: list[bool]
+    nonfinite: list[bool]
     sums: Sums
 
 
 class GradientExchange:
-    """Sums gradients over the groups. One per rank; ranks of the same index in each group exchange with each other.
+    """Sums gradients over the groups.
+
+    One object per rank. Ranks of the same index in all groups exchange with each other. `Rounds`
+    calls it. Training thread only; each exchange has a thread of its own (`Flight`). After
+    `ExchangeError` the process group is aborted, the local gradients are untouched, and the
+    exchange can be launched again.
 
     Args:
         parameters: the trainable parameters, in the same order in every group.
-        membership: provides quorum and process group.
-        bucket_bytes: size of a bucket; a larger parameter gets a bucket of its own.
+        membership: provides the quorum and the process group.
+        bucket_bytes: size of a bucket. A larger parameter has a bucket of its own.
         where: device of the buckets (`device.exchange_device`).
-        overlap: launch buckets during backward. Needs gradients that are final when autograd's hook
-            runs. With CPU offload `finish` launches them, after backward.
-        microbatches: of a pipeline's schedule, where autograd's hook runs behind each: a gradient
-            is final with the last of so many calls. 1 where FSDP makes the calls, once behind all
-            of them. 0 = there is no pipeline. None = the calls are not known: the first backward
-            counts those of each parameter, and its gradients leave when it has ended.
-        gradient_scale: factor from local gradients to gradients of the reported loss. It is 1
-            unless backward starts from another loss, as a pipeline's does.
-        fragments: of each parameter, the fragment that it belongs to; empty = all to fragment 0.
-            Only fragments that the groups `give` travel.
-        quantize: let gradients travel in 8 bits (`quantize.py`), and add what that leaves behind to
-            this rank's next ones. Not with counts, which would be rounded too.
-        dtype: that gradients travel in: fp32, or bfloat16 (`half.py`). Not with `quantize`.
-        counts: buffers in which the model counts what it trains since the gradients were zero, as
-            whole numbers. They are summed with the gradients, in the same order in every group, and
-            get the sums where these do. The sums are exact up to 2**24.
+        overlap: launch buckets during backward. A gradient must be final when autograd's hook runs.
+            With CPU offload, `finish` launches the buckets after backward.
+        microbatches: number of hook calls in a pipeline's step. Autograd calls the hook after each
+            microbatch, and a gradient is final with the last call. 1 if FSDP calls the hook once,
+            after all microbatches. 0 = there is no pipeline. None = unknown: the first backward
+            counts the calls of each parameter, and its gradients leave when that backward has
+            ended.
+        gradient_scale: factor from local gradients to gradients of the reported loss. It is not 1
+            if backward starts from another loss, as a pipeline's does.
+        fragments: number of each parameter's fragment; empty = all have fragment 0. Only fragments
+            that the groups give travel (`give_fragments`).
+        quantize: gradients travel in 8 bits (`quantize.py`). The rounding error is added to this
+            rank's next gradients. Not with counts, which would be rounded too.
+        dtype: gradients travel in this dtype: fp32, or bfloat16 (`half.py`). Not with `quantize`.
+        counts: buffers with whole numbers, in which the model counts what it trains since the
+            gradients were zero. They are summed with the gradients, in the same order in every
+            group, and get the sums when the gradients do. The sums are exact up to 2**24.
     """
 
     def __init__(
@@ -99,24 +112,28 @@ class GradientExchange:
     ) -> None:
         self._membership = membership
         self._where = where
-        # Autograd finishes the last layers first; counts are complete only after all of it
-        # (recomputation counts too).
         gradients = [Gradient(parameter) for parameter in parameters if parameter.requires_grad]
-        parts: dict[int, list[Part]] = {fragment: [] for fragment in sorted({*fragments, 0})}
-        for gradient, fragment in zip(gradients, fragments or [0] * len(gradients), strict=True):
-            parts[fragment].insert(0, gradient)
-        parts[0] += map(Count, counts)
-        self._buckets = [
-            Bucket(run, fragment, where, dtype, quantize=quantize, gradient_scale=gradient_scale)
-            for fragment, own in parts.items()
-            for run in partition(own, bucket_bytes)
-        ]
+        parts = _order_parts(gradients, fragments, counts)
+        self._buckets: list[Bucket] = []
+        for fragment, own in parts.items():
+            for run in partition(own, bucket_bytes):
+                bucket = Bucket(
+                    run,
+                    fragment,
+                    where,
+                    dtype,
+                    quantize=quantize,
+                    gradient_scale=gradient_scale,
+                )
+                self._buckets.append(bucket)
         self._num_fragments = max(parts) + 1
         self._weights: Mapping[int, float] = dict.fromkeys(parts, 1.0)
-        self.room = Room(self._buckets, where)
-        self._sums = Sums(self._buckets, [None] * len(self._buckets), self.room)  # of the last exchange that worked
+        self.copy_memory = CopyMemory(self._buckets, where)
+        # Of the last exchange that worked. Before the first one, no bucket has travelled.
+        self._sums = Sums(self._buckets, [None] * len(self._buckets), self.copy_memory)
         self._armed = False
-        self._calls: dict[tuple[Bucket, int], int] | None = None  # of each part's hook in a backward; None = not known
+        # Number of hook calls of each part in a backward; None = not known.
+        self._calls: dict[tuple[Bucket, int], int] | None = None
         self._flight: Flight | None = None
         self._wire_bytes = 0
         # With CPU offload no gradient is taken before the end of backward. FSDP2 copies each
@@ -125,79 +142,111 @@ class GradientExchange:
         # of backward (`FSDPParamGroup.finalize_backward`).
         offloads = not device.on_cpu() and all(bucket.on_host for bucket in self._buckets)
         if overlap and not offloads:
-            for bucket in self._buckets:
-                for index, part in enumerate(bucket.parts):
-                    if isinstance(part, Gradient):
-                        take = self._hook(bucket, index)
-                        if microbatches != 0:
-                            take = self._on_last_call(bucket, index, microbatches, take)
-                        part.parameter.register_post_accumulate_grad_hook(take)
+            self._register_hooks(microbatches)
 
-    def give(self, weights: Mapping[int, float]) -> None:
-        """Say which fragments this rank gives from now on, each with its weight in the mean; before a launch.
+    def _register_hooks(self, microbatches: int | None) -> None:
+        for bucket in self._buckets:
+            for index, part in enumerate(bucket.parts):
+                if not isinstance(part, Gradient):
+                    continue
+                take = self._hook(bucket, index)
+                if microbatches != 0:
+                    take = self._on_last_call(bucket, index, microbatches, take)
+                part.parameter.register_post_accumulate_grad_hook(take)
 
-        Without it all are given, with a weight of 1, which counts the groups that have a gradient.
+    # Launching
+
+    def give_fragments(self, weights: Mapping[int, float]) -> None:
+        """Set which fragments this rank gives from now on. Call this before a launch.
+
+        Before the first call, this rank gives all fragments with a weight of 1. The weights then
+        count the groups that have a gradient.
+
+        Args:
+            weights: weight in the mean, by fragment.
         """
         self._weights = dict(weights)
 
     def arm(self, newest_step: int) -> None:
-        """Launch an exchange, and let the backward that follows fill it: call it before the step's last backward.
+        """Launch an exchange that the next backward fills. Call this before the last backward.
 
         Args:
             newest_step: this group's gradients count unless a member of the quorum has more
-                updates. If they do not, the group sends zeros.
+                updates. If they do not count, the group sends zeros.
         """
         self._launch(newest_step)
         self._armed = True
 
-    def launch(self, newest_step: int | None = None, *, due: bool = True) -> None:
+    def launch(self, newest_step: int | None = None, *, may_update: bool = True) -> None:
         """Launch an exchange of the local gradients, which are only read; returns at once.
 
-        Gradients travel only if a member gives some, and an update may follow for all that a member
-        knows.
+        Gradients travel only if a member gives some, and if any member expects an update.
 
         Args:
             newest_step: see `arm`; None = this rank gives nothing.
-            due: an update may follow, as far as this rank knows.
+            may_update: False if this rank knows that no update can follow.
         """
-        self._launch(newest_step, due=due)
+        self._launch(newest_step, may_update=may_update)
 
-    def send(self, newest_step: int, facts: OwnFacts) -> None:
-        """Launch a whole exchange, with the facts too; returns at once, and `finish` completes it.
+    def launch_with(self, newest_step: int, facts: OwnFacts) -> None:
+        """Launch a whole exchange, facts included; returns at once. `finish` completes it.
 
-        The thread of the exchange completes the facts, so they must hold until then.
+        The exchange's thread completes the facts. They must hold until then.
         """
         self._launch(newest_step).report(facts)
         self._fill_all()
 
     @property
-    def sent(self) -> bool:
-        """Say whether an exchange is under way."""
+    def is_launched(self) -> bool:
+        """True from a launch until `finish`."""
         return self._flight is not None
 
     @property
-    def under_way(self) -> bool:
-        """Say whether the exchange goes on by itself: the other members have not given all of their sums yet."""
+    def waits_for_members(self) -> bool:
+        """True while other members have not given all of their sums yet."""
         return self._flight is not None and self._flight.is_summing
 
+    def _launch(self, newest_step: int | None, *, may_update: bool = True) -> Flight:
+        assert self._flight is None, "an exchange is under way already: finish() completes it"
+        self._sums.expire()
+        given = frozenset[int]() if newest_step is None else frozenset(self._weights)
+        flight = Flight(
+            self._membership,
+            self._buckets,
+            self._where,
+            given=given,
+            num_fragments=self._num_fragments,
+            newest_step=newest_step,
+            may_update=may_update,
+        )
+        self._flight = flight
+        for bucket in self._buckets:
+            bucket.start_exchange(bucket.fragment in given)
+            if bucket.state is BucketState.FULL:
+                bucket.ready = self._sums.last_read
+                flight.hand_over(bucket)
+        # Last: the thread reads the buckets set up above.
+        flight.start()
+        return flight
+
+    # Completing
+
     def finish(self, facts: OwnFacts) -> Reduced:
-        """Complete the exchange that was launched, and return the facts of all members and the sums.
+        """Complete the launched exchange, and return the facts of all members and the sums.
 
         Args:
-            facts: this member's, unless they were sent.
+            facts: of this member; ignored after `launch_with`.
 
         Raises:
             ExchangeError: a member died or hung, or the process group could not be built. The
-                process group has been aborted, so that the other members see it at once.
+                process group is aborted, so that the other members notice at once.
         """
         flight = self._flight
         assert flight is not None, "no exchange is under way"
         if self._armed and self._calls is None:
-            self._calls = {
-                (bucket, index): number for bucket in self._buckets for index, number in bucket.calls.items()
-            }
+            self._calls = self._count_calls()
         self._armed = False
-        unsafe = False  # an operation that was broken off may still touch the buckets
+        unsafe = False  # an operation that was broken off may still write to the buckets
         try:
             self._fill_all()
             flight.report(facts)
@@ -206,149 +255,172 @@ class GradientExchange:
             return self._take_sums(gathered)
         except ExchangeError:
             self._membership.abort()
-            unsafe = self._where.type == "cpu"  # every one of Gloo's; of NCCL's one that is still being launched
+            # Any operation of Gloo may. With NCCL, one that is still being launched may
+            # (`flight.abandoned`).
+            unsafe = self._where.type == "cpu"
             raise
         finally:
             flight.join()
-            if unsafe or flight.left:
+            if unsafe or flight.abandoned:
                 for bucket in self._buckets:
-                    bucket.renew()
+                    bucket.reallocate()
             self._flight = None
             self._wire_bytes += flight.wire_bytes
 
     def _take_sums(self, gathered: Gathered) -> Reduced:
         for bucket, weights in zip(self._buckets, gathered.weights, strict=True):
             if weights is not None:
-                bucket.end_sum()
-        self._sums = Sums(self._buckets, gathered.weights, self.room, after=self._sums)
-        return Reduced(gathered.quorum, gathered.rows, gathered.messages, gathered.spoiled, self._sums)
+                bucket.mark_summed()
+        self._sums = Sums(
+            self._buckets,
+            gathered.weights,
+            self.copy_memory,
+            after=self._sums,
+        )
+        return Reduced(
+            gathered.quorum,
+            gathered.rows,
+            gathered.messages,
+            gathered.nonfinite,
+            self._sums,
+        )
 
     def _bounded(self) -> contextlib.AbstractContextManager[None]:
-        """Let an exchange that this thread waits for take no longer than the process group's timeout.
+        """Limit an exchange that this thread waits for to the process group's timeout.
 
-        Its quorum may: that waits for groups which compute. The exchange's thread waits for the
-        other members too, for the number of givers, and may have begun long before: it is broken
-        off with this one, which waits for it. Gloo's operations have timeouts of their own.
+        The wait for the quorum is not limited, because other groups may still compute. The
+        exchange's thread waits for the other members as well, for the number of givers, and may
+        have begun long before. The deadline breaks it off too. Gloo's operations have timeouts of
+        their own.
         """
         if self._where.type == "cpu":
             return contextlib.nullcontext()
-        with contextlib.suppress(Exception):  # the exchange's thread gets the same, and this one raises it from there
+        # The exchange's thread gets the same error, and `Flight.finish` raises it.
+        with contextlib.suppress(Exception):
             self._membership.await_quorum()
         deadline: contextlib.AbstractContextManager[None] = self._membership.process_group.deadline(
-            self._membership.timeout
+            self._membership.timeout,
         )
         return deadline
 
-    def rehearse(self, group: Any, num_members: int) -> None:
-        """Make each collective of an exchange once, as large as that of the largest bucket; part of NCCL's set-up.
+    # Set-up and sizes
 
-        NCCL connects the members for an algorithm when it is first used (`ncclCollPreconnect`).
-        Without this the first exchange of each communicator would wait for that, and could not be
-        aborted meanwhile.
+    def rehearse(self, group: Any, num_members: int) -> None:
+        """Make each collective of an exchange once, in the size of the largest bucket.
+
+        A part of NCCL's set-up. NCCL connects the members for an algorithm when it is first used
+        (`ncclCollPreconnect`). Otherwise the first exchange of each communicator would wait for
+        that, and could not be aborted meanwhile.
 
         Args:
             group: a process group of torch's.
         """
         if num_members == 1 or not self._buckets:
             return
-        timeout, largest = (
-            self._membership.timeout,
-            max(self._buckets, key=lambda bucket: bucket.num_bytes),
-        )
-        num_values, num_exact = min(largest.values.numel(), _MOST_REHEARSED), largest.exact.numel()
-        summed = num_exact  # facts travel by sums in any case
-        if largest.halves:
-            rows = half.cut(largest.values.new_zeros(num_values), torch.zeros_like(largest.exact), num_members)
+        timeout = self._membership.timeout
+        largest = max(self._buckets, key=lambda bucket: bucket.num_bytes)
+        num_values = min(largest.values.numel(), _MOST_REHEARSED)
+        num_exact = largest.exact.numel()
+        num_summed = num_exact  # rows travel by sums, whatever the encoding of gradients
+        if largest.is_bfloat16:
+            values = largest.values.new_zeros(num_values)
+            rows = half.cut(values, torch.zeros_like(largest.exact), num_members)
             part, _ = half.add_up(all_to_all(group, rows, timeout), num_exact)
             all_gather(group, part.view(torch.uint8), num_members, timeout)
         elif largest.residual is not None:
-            payload = torch.zeros(payload_bytes(num_values, num_exact), dtype=torch.uint8, device=self._where)
+            num_octets = payload_bytes(num_values, num_exact)
+            payload = torch.zeros(num_octets, dtype=torch.uint8, device=self._where)
             all_gather(group, payload, num_members, timeout)
         else:
-            summed = num_values + num_exact
-        rehearse_sums(group, summed, self._where, timeout)
+            num_summed = num_values + num_exact
+        rehearse_sums(group, num_summed, self._where, timeout)
 
     def take_wire_bytes(self) -> int:
-        """Return the bytes of gradients that this rank has sent since it was asked last, in broken exchanges too."""
-        taken, self._wire_bytes = self._wire_bytes, 0
+        """Return the bytes of gradients that this rank has sent since the last call.
+
+        Bytes of broken exchanges count as well.
+        """
+        taken = self._wire_bytes
+        self._wire_bytes = 0
         return taken
 
     def wire_bytes(self, num_members: int) -> int:
-        """Return what an exchange of all fragments between so many members makes this rank send."""
+        """Return the bytes that this rank sends in an exchange of all fragments."""
         return sum(bucket.wire_bytes(num_members) for bucket in self._buckets)
 
     def drop_residuals(self) -> None:
-        """Forget what rounding has left behind of earlier gradients: this group has another state now."""
+        """Forget the rounding errors of earlier gradients: this group has another state now."""
         for bucket in self._buckets:
             if bucket.residual is not None:
                 bucket.residual.drop()
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of this rank's buckets: what each step reduces."""
+        """Bytes of this rank's buckets."""
         return sum(bucket.num_bytes for bucket in self._buckets)
 
-    def _launch(self, newest_step: int | None, *, due: bool = True) -> Flight:
-        assert self._flight is None, "an exchange is under way already: finish() completes it before the next launch"
-        self._sums.expire()
-        given = frozenset[int]() if newest_step is None else frozenset(self._weights)
-        self._flight = flight = Flight(
-            self._membership,
-            self._buckets,
-            self._where,
-            given=given,
-            num_fragments=self._num_fragments,
-            newest_step=newest_step,
-            due=due,
-        )
-        for bucket in self._buckets:
-            bucket.begin(bucket.fragment in given)
-            if bucket.state is BucketState.FULL:
-                bucket.full = self._sums.read
-                flight.hand_over(bucket)
-        flight.start()
-        return flight
+    # Filling the buckets
 
     def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
         def take_gradient(parameter: torch.Tensor) -> None:
-            if self._armed:
-                # FSDP has several streams for gradients: one that is sharded, another that is
-                # replicated too.
-                bucket.stream = device.join_stream(bucket.stream)
-                bucket.final.append(index)
-                # One kernel for all that are in it; on a host each is copied while it is in the
-                # cache.
-                if self._where.type == "cpu" or len(bucket.final) == len(bucket.missing):
-                    self._fill(bucket, bucket.final)
+            if not self._armed:
+                return
+            # FSDP has several streams for gradients: one for sharded parameters, and another one
+            # for parameters that are replicated too.
+            bucket.stream = device.join_stream(bucket.stream)
+            bucket.final.append(index)
+            # On a GPU, one kernel copies all gradients of the bucket. On a host, each is copied
+            # while it is in the cache.
+            is_last = len(bucket.final) == len(bucket.missing)
+            if self._where.type == "cpu" or is_last:
+                self._fill(bucket, bucket.final)
 
         return take_gradient
 
     def _on_last_call(
-        self, bucket: Bucket, index: int, number: int | None, take_gradient: Callable[[torch.Tensor], None]
+        self,
+        bucket: Bucket,
+        index: int,
+        number: int | None,
+        take_gradient: Callable[[torch.Tensor], None],
     ) -> Callable[[torch.Tensor], None]:
-        """Return a hook that takes the gradient with the last of so many calls; with fewer, `finish` takes it.
+        """Return a hook that takes the gradient at its last call. After fewer calls, `finish` does.
 
         A schedule that computes the gradients of weights by themselves (zero bubble) calls no hook
-        for those. torchtitan 0.3's loss goes backward through the output layer by itself, so that a
-        weight which is the embedding too has its hook called twice.
+        for them. torchtitan 0.3's loss goes backward through the output layer by itself, so the
+        hook of a weight that is the embedding too is called twice.
 
         Args:
-            number: None = as many as the first backward has made. A part without a call in it has
-                no last call.
+            number: the last call; None = the number of calls in the first backward. A part without
+                a call in it has no last call.
         """
 
         def count_call(parameter: torch.Tensor) -> None:
             if not self._armed:
                 return
             bucket.calls[index] += 1
-            last = number if number is not None else (self._calls or {}).get((bucket, index), 0)
-            if not last:
+            last = self._find_last_call(bucket, index, number)
+            if last == 0:
                 return
-            assert bucket.calls[index] <= last, "a gradient was sent before it was final: a step of other bytes"
+            assert bucket.calls[index] <= last, "a gradient was sent before it was final"
             if bucket.calls[index] == last:
                 take_gradient(parameter)
 
         return count_call
+
+    def _find_last_call(self, bucket: Bucket, index: int, number: int | None) -> int:
+        if number is not None:
+            return number
+        if self._calls is None:
+            return 0
+        return self._calls.get((bucket, index), 0)
+
+    def _count_calls(self) -> dict[tuple[Bucket, int], int]:
+        calls = {}
+        for bucket in self._buckets:
+            for index, number in bucket.calls.items():
+                calls[bucket, index] = number
+        return calls
 
     def _fill_all(self) -> None:
         for bucket in self._buckets:
@@ -356,9 +428,28 @@ class GradientExchange:
                 self._fill(bucket, sorted(bucket.missing))
 
     def _fill(self, bucket: Bucket, indices: Iterable[int]) -> None:
-        """Copy parts into the bucket; hands it to the flight when it is full."""
-        self._sums.await_read()
+        """Copy parts into the bucket. Hand it to the flight when it is full."""
+        self._sums.await_last_read()
         bucket.fill(indices, self._weights[bucket.fragment])
         if bucket.state is BucketState.FULL and self._flight is not None:
-            bucket.full = device.record_event()
+            bucket.ready = device.record_event()
             self._flight.hand_over(bucket)
+
+
+def _order_parts(
+    gradients: Sequence[Gradient],
+    fragments: Sequence[int],
+    counts: Iterable[torch.Tensor],
+) -> dict[int, list[BucketPart]]:
+    """Return the parts of each fragment, in the order in which they travel.
+
+    Autograd finishes the last layers first. Counts come last: they are complete only after all of
+    backward, because a recomputation counts too.
+    """
+    parts: dict[int, list[BucketPart]] = {fragment: [] for fragment in sorted({*fragments, 0})}
+    for gradient, fragment in zip(gradients, fragments or [0] * len(gradients), strict=True):
+        parts[fragment].append(gradient)
+    for own in parts.values():
+        own.reverse()
+    parts[0] += map(CountBuffer, counts)
+    return parts

@@ -1,13 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The sums of an exchange: an update owns them, and writes them to the gradients of the parameters."""
+"""The sums of an exchange. An update owns them, and writes them to the gradients."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from itertools import compress
 from weakref import WeakSet
 
 import torch
@@ -23,120 +22,145 @@ _MOMENTS = 2  # of Adam, for each gradient
 class Sums:
     """The sums of one exchange, by bucket. The update that is made of them owns them.
 
-    The sums lie in the memory of the exchange's buckets. The next exchange begins in the same memory, so it calls
-    `expire` first. A healing group applies the updates that it missed later, so it keeps a copy of each (`keep`).
-    Training thread only.
+    The sums lie in the memory of the exchange's buckets. The next exchange uses the same memory, so
+    it calls `expire` first. A healing group applies the updates that it missed later, so it keeps a
+    copy of each (`copy`). Training thread only.
 
     Args:
-        weights: per bucket, one weight for each of its parts; None for a bucket that did not travel.
-        room: memory for copies.
-        kept: one tensor per bucket, if this object is a copy.
+        weights: for each bucket, one weight per part; None = the bucket did not travel.
+        copy_memory: memory for copies.
+        copied: one tensor per bucket, if this object is a copy.
         after: the last exchange's sums, which a device may still be reading.
 
     Attributes:
-        flats: per bucket, a tensor like its `flat`; None for a bucket that did not travel.
-        is_kept: this is a copy; the group that applies it contributed nothing to the exchange.
-        read: an event after the device's last read of the buckets' memory. Nothing may write there before.
+        flats: for each bucket, a tensor like its `flat`; None = the bucket did not travel.
+        is_copy: this is a copy. The group that applies it contributed nothing to the exchange.
+        last_read: an event after the device's last read of the buckets' memory; None = nothing
+            reads it. Nothing may write to the memory before that event.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         weights: Sequence[Sequence[float] | None],
-        room: Room,
-        kept: Sequence[torch.Tensor | None] | None = None,
+        copy_memory: CopyMemory,
+        copied: Sequence[torch.Tensor | None] | None = None,
         after: Sums | None = None,
     ) -> None:
-        self._buckets, self._weights, self._room = buckets, weights, room
-        self.is_kept = kept is not None
-        self.flats = kept if kept is not None else _lend(buckets, weights)
-        self.read: torch.Event | None = None if after is None else after.read
+        self._buckets = buckets
+        self._weights = weights
+        self._copy_memory = copy_memory
+        self.is_copy = copied is not None
+        self.flats = _find_flats(buckets, weights) if copied is None else copied
+        self.last_read: torch.Event | None = None if after is None else after.last_read
         self._is_expired = False
 
     def expire(self) -> None:
-        """Give the buckets their memory back: the next exchange begins in it."""
-        self._is_expired, self.flats = True, ()
+        """Give the buckets their memory back. The next exchange uses it."""
+        self._is_expired = True
+        self.flats = ()
 
-    def await_read(self) -> None:
-        """Order the next write to the buckets after `read`. A GPU waits by itself; a host waits here."""
-        device.wait_for(self.read, self._room.where)
-        if self._room.where.type == "cpu":
-            self.read = None  # It has happened: the calls for the other buckets return at once.
+    def await_last_read(self) -> None:
+        """Order the next write to the buckets after `last_read`.
 
-    def keep(self) -> Sums:
+        A GPU waits by itself. The host waits in this call.
+        """
+        where = self._copy_memory.where
+        device.wait_for(self.last_read, where)
+        if where.type == "cpu":
+            self.last_read = None  # The read is over: the next calls return at once.
+
+    def copy(self) -> Sums:
         """Return a copy, which outlives the next exchange.
 
-        On a GPU the copy may be unfinished on return. Read it through `write` only, which waits for it.
+        On a GPU the copy may be unfinished on return. Read it through `write` only, which waits for
+        it.
         """
-        assert not self.is_kept, "these sums are a copy"
+        assert not self.is_copy, "these sums are a copy"
         assert not self._is_expired, "the next exchange has begun in the memory of these sums"
-        kept = self._room.take()
-        travelled = [weights is not None for weights in self._weights]
-        for bucket, flat in zip(compress(self._buckets, travelled), compress(kept, travelled), strict=True):
+        memory = self._copy_memory.take()
+        copied: list[torch.Tensor | None] = []
+        for bucket, flat, weights in zip(self._buckets, memory, self._weights, strict=True):
+            if weights is None:
+                copied.append(None)
+                continue
             flat.copy_(bucket.flat, non_blocking=True)
-        flats = [flat if was else None for flat, was in zip(kept, travelled, strict=True)]
-        copy = Sums(self._buckets, self._weights, self._room, flats)
-        if self._room.where.type != "cpu":
-            copy.read = self.read = device.record_event()
-        self._room.note(copy, kept)
+            copied.append(flat)
+        copy = Sums(self._buckets, self._weights, self._copy_memory, copied)
+        if self._copy_memory.where.type != "cpu":
+            copy.last_read = self.last_read = device.record_event()
+        self._copy_memory.note(copy, memory)
         return copy
 
     def write(self, scale: float | None = None) -> None:
-        """Set each parameter's gradient to its sum times `scale`, or by default to the groups' weighted mean.
+        """Set each gradient to its sum times `scale`; None = to the groups' weighted mean.
 
-        A parameter whose bucket did not travel, or that no group used, has no gradient afterwards. Counts get the plain
-        sum. Unless this is a copy, the rounding error of this group's gradients is carried to its next exchange.
+        A parameter whose bucket did not travel, or that no group used, has no gradient afterwards.
+        Counts get the plain sum. Unless this is a copy, the rounding error of this group's
+        gradients is carried to its next exchange.
         """
         assert not self._is_expired, "the next exchange has begun in the memory of these sums"
         on_host = all(bucket.on_host for bucket in self._buckets)
-        if on_host and self.is_kept:
-            device.synchronize([self.read])
+        if on_host and self.is_copy:
+            device.synchronize([self.last_read])
         for bucket, flat, weights in zip(self._buckets, self.flats, self._weights, strict=True):
             if flat is None or weights is None:
                 bucket.drop()
                 continue
-            if not self.is_kept:  # a replay leaves the buckets alone: an exchange may be under way in them
-                bucket.apply()
+            if not self.is_copy:  # a replay leaves the buckets alone: they may be in an exchange
+                bucket.mark_applied()
             bucket.write(flat, weights, scale)
-        self.read = device.record_event()
-        if on_host and self._room.where.type != "cpu":
-            # The optimizer reads these gradients on the host. A copy from the device into pinned memory, as FSDP's CPU
-            # offload allocates it, does not make the host wait.
-            device.synchronize([self.read])
+        self.last_read = device.record_event()
+        if on_host and self._copy_memory.where.type != "cpu":
+            # The optimizer reads these gradients on the host. A copy from the device into pinned
+            # memory, as FSDP's CPU offload allocates it, does not make the host wait.
+            device.synchronize([self.last_read])
 
 
-def _lend(buckets: Sequence[Bucket], weights: Sequence[Sequence[float] | None]) -> Sequence[torch.Tensor | None]:
+def _find_flats(
+    buckets: Sequence[Bucket],
+    weights: Sequence[Sequence[float] | None],
+) -> Sequence[torch.Tensor | None]:
     """Return the memory of the buckets that have travelled."""
-    return [None if own is None else bucket.flat for bucket, own in zip(buckets, weights, strict=True)]
+    flats: list[torch.Tensor | None] = []
+    for bucket, own in zip(buckets, weights, strict=True):
+        flats.append(None if own is None else bucket.flat)
+    return flats
 
 
-class Room:
+class CopyMemory:
     """Memory for the copies of sums that a group keeps while it heals. Training thread only.
 
-    Copies stay on the buckets' device where they fit (`keep_on_device`). The others go to host memory, which a thread
-    allocates ahead (`prepare`): to pin memory takes time.
+    `Heal` prepares and drops it; `Sums.copy` takes from it. Copies stay on the buckets' device
+    where they fit (`keep_on_device`). The others go to host memory, which a thread allocates ahead
+    (`prepare`), because pinning memory takes time.
     """
 
     def __init__(self, buckets: Sequence[Bucket], where: torch.device) -> None:
-        self._buckets, self.where = buckets, where
+        self._buckets = buckets
+        self.where = where
         self._ahead: Future[list[torch.Tensor]] | None = None  # host memory for the next copy
-        self._on_device = WeakSet[Sums]()  # the copies there that somebody still has
+        self._on_device = WeakSet[Sums]()  # copies on the device that are still referenced
         self._most_on_device = 0
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that a copy takes at most."""
+        """Most bytes that a copy takes."""
         return sum(bucket.num_bytes for bucket in self._buckets)
 
     def keep_on_device(self) -> int:
-        """Let copies stay on the device where they fit, until `drop`; return how many.
+        """Let copies stay on the device where they fit, until `drop`.
 
-        Reserve memory for this rank's gradients and Adam's moments, which may not be allocated yet. Use half of the
-        rest: a new process group may need the other half. Return 0 if the buckets are in host memory.
+        Memory is reserved for this rank's gradients and Adam's moments, which may not be allocated
+        yet. Copies use half of the rest: a new process group may need the other half.
+
+        Returns:
+            The number of copies that fit; 0 if the buckets are in host memory.
         """
-        gradient_bytes = sum(bucket.values.numel() for bucket in self._buckets) * torch.float32.itemsize
-        free = device.free_bytes(self.where) - (1 + _MOMENTS) * gradient_bytes
-        self._most_on_device = max(0, free) // (2 * max(1, self.num_bytes))
+        num_values = sum(bucket.values.numel() for bucket in self._buckets)
+        reserved_bytes = (1 + _MOMENTS) * num_values * torch.float32.itemsize
+        free_bytes = max(0, device.free_bytes(self.where) - reserved_bytes)
+        self._most_on_device = free_bytes // (2 * max(1, self.num_bytes))
         return self._most_on_device
 
     @property
@@ -145,24 +169,28 @@ class Room:
         return len(self._on_device) < self._most_on_device
 
     def prepare(self) -> None:
-        """Begin to allocate host memory for the next copy, unless that stays on the device."""
+        """Start to allocate host memory for the next copy, unless the copy stays on the device."""
         if self._ahead is None and not self._stays:
             self._ahead = device.in_background(self._allocate, "titan_ft_room")
 
     def _allocate(self) -> list[torch.Tensor]:
-        return [device.empty_host(bucket.flat.numel(), bucket.flat.dtype, keep=True) for bucket in self._buckets]
+        flats = [bucket.flat for bucket in self._buckets]
+        return [device.empty_host(flat.numel(), flat.dtype, keep=True) for flat in flats]
 
     def take(self) -> list[torch.Tensor]:
-        """Return memory for a copy, a tensor like each bucket's."""
-        room = self._allocate_on_device() if self._stays else None
-        if room is None:
-            self.prepare()
-            assert self._ahead is not None
-            room, self._ahead = self._ahead.result(), None
-        return room
+        """Return memory for a copy: one tensor per bucket, like the bucket's `flat`."""
+        if self._stays:
+            memory = self._allocate_on_device()
+            if memory is not None:
+                return memory
+        self.prepare()
+        assert self._ahead is not None
+        memory = self._ahead.result()
+        self._ahead = None
+        return memory
 
     def _allocate_on_device(self) -> list[torch.Tensor] | None:
-        """Allocate a copy's memory there; None if the device no longer has the room that `keep_on_device` found."""
+        """Allocate memory for a copy on the device; None = the device no longer has enough."""
         try:
             return [torch.empty_like(bucket.flat) for bucket in self._buckets]
         except torch.OutOfMemoryError:
@@ -171,20 +199,24 @@ class Room:
             return None
 
     def note(self, copy: Sums, memory: Sequence[torch.Tensor]) -> None:
-        """Count a copy that stays on the device for as long as it is there."""
+        """Count a copy on the device for as long as it is referenced."""
         if any(flat.device.type != "cpu" for flat in memory):
             self._on_device.add(copy)
 
     def drop(self) -> None:
-        """Free the memory that was allocated ahead, and that of past copies: no more copies will be made."""
+        """Free the memory that was allocated ahead and that of past copies.
+
+        No more copies follow until the next `keep_on_device` or `prepare`.
+        """
         if self._ahead is not None:
-            self._ahead.add_done_callback(_give_up)
-        self._ahead, self._most_on_device = None, 0
+            self._ahead.add_done_callback(_free)
+        self._ahead = None
+        self._most_on_device = 0
         device.release_host_memory()
 
 
-def _give_up(room: Future[list[torch.Tensor]]) -> None:
-    """Give memory back that was allocated for a copy which nobody makes."""
-    if room.exception() is None:
-        room.result().clear()  # the thread that made it may hold the list for longer
+def _free(memory: Future[list[torch.Tensor]]) -> None:
+    """Free memory that was allocated ahead for a copy which is not made."""
+    if memory.exception() is None:
+        memory.result().clear()  # the thread that allocated it may hold the list for longer
     device.release_host_memory()

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A helper thread that the waiting thread can leave inside a hung operation."""
+"""A helper thread that the waiting thread can abandon inside a hung operation."""
 
 from __future__ import annotations
 
@@ -10,60 +10,65 @@ import time
 from collections.abc import Callable, Iterator
 
 _POLL_SECONDS = 0.1
-_LEAVE_SECONDS = 0.5  # that an aborted operation has to return before its thread is left
+_ABANDON_SECONDS = 0.5
+"""An aborted operation may return within this time. Then its thread is abandoned."""
 
 
 class Turn:
-    """A lock that the helper thread holds, except inside an `operation`. Only there `wait` can leave it.
+    """A lock that the helper thread holds, except inside an `operation`.
 
-    A thread that was left may not continue: its operation raises when it returns.
+    Only inside an operation can `wait` abandon the helper. An abandoned helper may not continue:
+    its operation raises when it returns. `Operations` has one for each exchange.
 
     Args:
-        is_broken: returns whether operations are aborted. None: the helper is never left.
+        is_broken: returns True if operations are aborted. None: the helper is never abandoned.
 
     Attributes:
-        left: the helper was left.
+        abandoned: the helper was abandoned.
     """
 
     def __init__(self, is_broken: Callable[[], bool] | None) -> None:
         self._is_broken = is_broken
         self._lock = threading.Lock()
-        self.left = False
+        self.abandoned = False
 
     def held(self) -> contextlib.AbstractContextManager[bool]:
-        """Hold the lock for the helper's whole run; called on the helper."""
+        """Return a context that holds the lock for the helper's whole run; on the helper."""
         return self._lock
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
-        """Release the lock during a call that may block on other members; called on the helper.
+        """Release the lock during a call that may block on other members; on the helper.
 
         Raises:
-            RuntimeError: the helper was left in this operation.
+            RuntimeError: the helper was abandoned in this operation.
         """
         self._lock.release()
         try:
             yield
         finally:
             self._lock.acquire()
-            if self.left:
-                raise RuntimeError("this thread was left in an aborted operation: its results are void")
+            if self.abandoned:
+                raise RuntimeError(
+                    "this thread was abandoned in an operation: its results are void",
+                )
 
     def wait(self, event: threading.Event) -> None:
-        """Return when `event` is set, or the helper was left; called on the thread that waits for the helper."""
+        """Return when `event` is set, or the helper is abandoned; on the waiting thread."""
         if self._is_broken is None:
             event.wait(None)
             return
         aborted_since: float | None = None
-        while not (self.left or event.wait(_POLL_SECONDS)):
+        while not (self.abandoned or event.wait(_POLL_SECONDS)):
             helper_works = self._lock.locked()
             if helper_works or not self._is_broken():
                 aborted_since = None
                 continue
             if aborted_since is None:
                 aborted_since = time.monotonic()
-            if time.monotonic() - aborted_since < _LEAVE_SECONDS:
+            if time.monotonic() - aborted_since < _ABANDON_SECONDS:
                 continue
-            if self._lock.acquire(blocking=False):  # False: the helper has just returned
-                self.left = True
+            # If the lock is held, the operation has just returned, and the helper works on.
+            if self._lock.acquire(blocking=False):
+                self.abandoned = True
                 self._lock.release()

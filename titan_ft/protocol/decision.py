@@ -1,13 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a group does next, as pure functions.
+"""What a group does after a round, as pure functions.
 
-    rows of a round -> judge -> Verdict (who holds the job's state, and whose gradient counts; `verdict.py`)
-    position, round, config -> decide -> one Decision
+    rows of a round          -> judge  -> Verdict (who holds the state, whose gradients count)
+    position, round, config  -> decide -> one Decision
 
-Every rank of every group knows the same rows, and every rank of a group the same position, so each comes to the same
-decision by itself. Nothing here reads a clock, a folder or the network: what only one rank can know is agreed on in its
-group before it gets here (see `GroupCollectives.clock`).
+Every rank of every group reads the same rows, and every rank of a group has the same position. So
+each rank comes to the same decision by itself. Nothing here reads a clock, a folder or the network.
+The ranks of a group agree beforehand on facts that only one of them can know (see
+`GroupCollectives.clock`).
 
 See docs/exchange.md.
 """
@@ -26,11 +27,15 @@ from titan_ft.protocol.round import Broken, Round
 from titan_ft.protocol.row import Standing, Why
 from titan_ft.protocol.strategy import strategy_of
 
-ALONE_SECONDS = 5.0  # without a holder of the latest state before older ones count
+ALONE_SECONDS = 5.0
+"""After so long without a holder of the latest state, older states count."""
 MAX_EXCHANGE_RETRIES = 10
-"""Broken exchanges of one step in a row, all links of which are good, after which a group starts again: it may be at
-fault itself. A link that is known to be dead does not count. A loss that mends itself is gone within two or three."""
-MAX_EXCLUSIONS = 3  # steps in a row whose gradients only this group could not give, until it is started again
+"""After so many broken exchanges of one step in a row a group restarts: it may be at fault itself.
+
+Exchanges that broke over a link that is known to be dead do not count. A failure that mends itself
+is gone after two or three."""
+MAX_EXCLUSIONS = 3
+"""A group restarts after so many steps in a row in which only its gradients were not finite."""
 
 
 class Decision:
@@ -41,7 +46,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Begin(Decision):
+class StartTraining(Decision):
     """Make the job's first step; `missing` groups did not come."""
 
     missing: int
@@ -54,42 +59,52 @@ class Commit(Decision):
 
 @dataclass(frozen=True)
 class Repeat(Decision):
-    """Make a round again, at once, with the same gradients."""
+    """Make one more round at once, with the same gradients."""
 
 
 @dataclass(frozen=True)
 class TrainOn(Decision):
-    """Make more steps of the round: nobody has made all of them yet, and the others only met for those that heal."""
+    """Make more local steps of the round. No group has made all of its steps yet; the other groups
+    met only for the sake of groups that heal.
+    """
 
 
 @dataclass(frozen=True)
 class LeaveOut(Decision):
-    """Make it again without this group's gradients, which are not finite."""
+    """Make one more round without this group's gradients, which are not finite."""
 
 
 @dataclass(frozen=True)
 class Force(Decision):
-    """Make it again with them: nobody has finite ones, so the model diverges, as it would in stock torchtitan."""
+    """Make one more round with this group's gradients, although they are not finite.
+
+    No group has finite ones, so the model diverges, as it would in stock torchtitan.
+    """
 
 
 @dataclass(frozen=True)
 class TakeOver(Decision):
-    """Train the batches of `slots` as well, whose group went with its share of the step, and make the round again."""
+    """Train the batches of `slots` too, then make one more round.
+
+    The groups of these slots are gone with their share of the step.
+    """
 
     slots: list[int]
 
 
 @dataclass(frozen=True)
 class Discard(Decision):
-    """Drop this group's gradients, and make the round again without: another group has read the same data."""
+    """Drop this group's gradients and make one more round: another group read the same data."""
 
 
 @dataclass(frozen=True)
 class Wait(Decision):
-    """Make a round again after a pause; the gradients are kept, and not sent until they are wanted.
+    """Make one more round after a pause.
+
+    The group keeps its gradients, and sends them only when the step can be committed.
 
     Attributes:
-        slots, why: the groups that the step waits for, and why; none where no group is at fault.
+        slots, why: the groups that the step waits for, and why; empty if no group is the cause.
     """
 
     reason: str
@@ -97,12 +112,12 @@ class Wait(Decision):
     why: Why = Why.TOO_FEW
 
 
-# A group that heals, that has finished, and that ends:
+# A group that heals, that has finished, or that ends:
 
 
 @dataclass(frozen=True)
-class Heal(Decision):
-    """This group does not hold the job's state: its gradients are void, a donor's state is needed."""
+class StartHeal(Decision):
+    """Fetch the job's state from a donor. This group lacks it, and its gradients are void."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +132,7 @@ class Done(Decision):
 
 @dataclass(frozen=True)
 class Leave(Decision):
-    """End in order: the group was told to leave, and its ranks have agreed."""
+    """End in order: the group got a leave request, and its ranks have agreed."""
 
 
 @dataclass(frozen=True)
@@ -128,193 +143,238 @@ class GiveUp(Decision):
 
 
 def decide(position: Position, outcome: Round | Broken, config: FaultTolerance) -> Decision:
-    """Say what a group does after a round; `position` is the one that has taken the round in."""
+    """Decide what a group does after a round.
+
+    Args:
+        position: has taken the round in already (`Position.observe` or `note_broken`).
+    """
     decision = _decide(position, outcome, config)
-    return Leave() if position.leaving and not isinstance(decision, Commit | GiveUp) else decision
+    # An update is applied, and an error is raised, even by a group that leaves.
+    if position.leaving and not isinstance(decision, Commit | GiveUp):
+        return Leave()
+    return decision
 
 
 def _decide(position: Position, outcome: Round | Broken, config: FaultTolerance) -> Decision:
     if isinstance(outcome, Broken):
-        return _after_break(position, outcome, config)
+        return _decide_after_break(position, outcome, config)
     if outcome.verdict.tie:
         return GiveUp(_diverged(outcome, strategy_of(config).unit))
     if not position.standing.has_state:
-        return _heal(position, outcome, config)
+        return _decide_healing(position, outcome, config)
     if outcome.quorum.rank not in outcome.verdict.holders:
-        return Heal()
+        return StartHeal()
     if position.standing is Standing.FINISHED:
-        return _finish(position, outcome, config)
-    return _train(position, outcome, config) if position.training else _start(outcome, config)
+        return _decide_finished(position, outcome, config)
+    if position.training:
+        return _decide_training(position, outcome, config)
+    return _decide_start(outcome, config)
 
 
-def _after_break(position: Position, broken: Broken, config: FaultTolerance) -> Decision:
-    if not (position.training and position.standing is Standing.READY):
+def _decide_after_break(position: Position, broken: Broken, config: FaultTolerance) -> Decision:
+    trains = position.training and position.standing is Standing.READY
+    if not trains:
         return Repeat()
-    if (limit := _retry_limit(position, config)) and position.failures > limit:
+    limit = _find_retry_limit(position, config)
+    if limit and position.broken_rounds > limit:
+        unit = strategy_of(config).unit
         return GiveUp(
             GaveUpError(
-                f"the exchange of {strategy_of(config).unit} {position.step + 1} broke {position.failures} times in a "
-                f"row, more often than this group tries again ({limit}); see why in this log"
-            )
+                f"the exchange of {unit} {position.step + 1} broke {position.broken_rounds} times "
+                f"in a row, more often than this group tries again ({limit}); see why in this log",
+            ),
         )
-    return LeaveOut() if broken.spoiled else Repeat()
+    return LeaveOut() if broken.gave_nonfinite else Repeat()
 
 
-def _retry_limit(position: Position, config: FaultTolerance) -> int:
+def _find_retry_limit(position: Position, config: FaultTolerance) -> int:
     """Return after how many broken rounds in a row this group gives up; 0 = never.
 
-    The groups give up one after the other, the highest slot first, and the lowest never: the group that is started
-    again may be the one that was at fault; if all were at once, nobody would hold the job's state.
+    The groups give up one after the other, the highest slot first, and the lowest slot never. Any
+    of them may be at fault, so each gets its turn to restart. If all gave up at once, no group
+    would hold the job's state any more.
     """
-    above = sum(slot > config.replica_id for slot in position.peers)
-    is_last = all(slot >= config.replica_id for slot in position.peers)
-    return 0 if is_last else MAX_EXCHANGE_RETRIES * (1 + above)
+    num_above = sum(slot > config.replica_id for slot in position.peers)
+    is_lowest = all(slot >= config.replica_id for slot in position.peers)
+    return 0 if is_lowest else MAX_EXCHANGE_RETRIES * (1 + num_above)
 
 
 def _diverged(made: Round, unit: str) -> DivergedError:
     digests = {row.slot: f"{row.digest:012x}" for row in made.rows}
     return DivergedError(
-        f"the groups' states differ after {unit} {made.verdict.step} and no majority says which is right (digests "
-        f"{digests}); restart the job from a checkpoint"
+        f"the groups' states differ after {unit} {made.verdict.step} and no majority says which is "
+        f"right (digests {digests}); restart the job from a checkpoint",
     )
 
 
-def _start(made: Round, config: FaultTolerance) -> Decision:
-    """Wait for the job's first step until all groups are there, or the time is over."""
+def _decide_start(made: Round, config: FaultTolerance) -> Decision:
+    """Wait for the job's first step until all groups are present, or until the time is over."""
     if is_update(made, config):
-        return Heal()  # the others have begun without this group: this very round is their next update
+        return StartHeal()  # the others have started without this group: this round is their update
     present = len({row.slot for row in made.rows})
-    # The rows tell each group's own wait, the same on all of its ranks, so that everybody ends the wait in this round.
-    if present < config.group_size and max(row.waited for row in made.rows) < config.start_timeout_seconds:
+    # Each row has its group's own wait, equal on all of its ranks. So all groups end the wait in
+    # the same round.
+    waited_seconds = max(row.waited_seconds for row in made.rows)
+    if present < config.group_size and waited_seconds < config.start_timeout_seconds:
         return Wait(f"{present} of {config.group_size} groups are here")
-    # Beside groups that have begun there is nothing to give up: they wait, however long, and this one waits with them.
-    # Two that came by turns used to be told each other's absence at once, and the job never got further.
-    begun = any(row.training and row.standing == Standing.READY for row in made.rows)
-    if present < config.min_replica_size and not begun:
+    # Beside a group that trains, this group waits without limit, as that group does. Two groups
+    # that came by turns used to give up because each found the other absent, and the job never got
+    # further.
+    has_started = any(row.training and row.standing is Standing.READY for row in made.rows)
+    if present < config.min_replica_size and not has_started:
         return GiveUp(
             GaveUpError(
                 f"fault_tolerance.min_replica_size must be reached within start_timeout_seconds "
-                f"({config.start_timeout_seconds:g} s): it is {config.min_replica_size}, and {present} group(s) came; "
-                "start the others sooner"
-            )
+                f"({config.start_timeout_seconds:g} s): it is {config.min_replica_size}, and "
+                f"{present} group(s) came; start the others sooner",
+            ),
         )
-    return Begin(config.group_size - present)
+    return StartTraining(config.group_size - present)
 
 
-def _train(position: Position, made: Round, config: FaultTolerance) -> Decision:
-    verdict = made.verdict
+def _decide_training(position: Position, made: Round, config: FaultTolerance) -> Decision:
+    verdict, own_rank = made.verdict, made.quorum.rank
     if verdict.strays:
-        return Repeat()  # they come back as joiners; what they sent is not in the next sum
-    if verdict.doubled:
-        return Discard() if made.quorum.rank in verdict.doubled else Repeat()
-    if not verdict.due:
+        # The strays come back as joiners, and the next sum is without their gradients.
+        return Repeat()
+    if verdict.duplicates:
+        return Discard() if own_rank in verdict.duplicates else Repeat()
+    if not verdict.may_update:
         return TrainOn()
     if verdict.opening:
-        return Repeat()  # they could not apply an update in this round, and will be here in the next one
-    if wait := _find_wait(made, config):
+        # These groups could not apply an update in this round. In the next round they can.
+        return Repeat()
+    wait = _find_wait(made, config)
+    if wait is not None:
         return wait
-    if verdict.resting:
-        return Repeat()  # nobody has a reason to keep gradients back any more
-    if lacking := uncovered(made, config):
-        return TakeOver(_share_of(config.replica_id, lacking, made))
+    if verdict.holding_back:
+        return Repeat()  # the step can be committed now: these groups send their gradients
+    lacking = find_uncovered(made, config)
+    if lacking:
+        return TakeOver(_find_share(config.replica_id, lacking, made))
     if verdict.valid_tokens == 0:
         if not verdict.excluded:
             return Wait("no group has a gradient")
-        return Force() if made.quorum.rank in verdict.excluded else Repeat()
-    excluded = made.slots(verdict.excluded)
-    if config.replica_id in excluded and position.exclusions + 1 >= MAX_EXCLUSIONS:
-        return GiveUp(_nonfinite(position.exclusions + 1, verdict.step + 1, strategy_of(config).unit))
+        return Force() if own_rank in verdict.excluded else Repeat()
+    exclusions = position.exclusions + 1
+    is_excluded = config.replica_id in made.slots(verdict.excluded)
+    if is_excluded and exclusions >= MAX_EXCLUSIONS:
+        return GiveUp(_nonfinite(exclusions, verdict.step + 1, strategy_of(config).unit))
     return Commit()
 
 
 def _nonfinite(number: int, last: int, unit: str) -> NonFiniteError:
-    # Its state comes from a peer in the next attempt; if that cannot do better either, the data is what is wrong.
+    # The group restarts, and heals from a peer. If its gradients are not finite then either, the
+    # data is wrong.
     return NonFiniteError(
-        f"the gradients of this group were not finite in {number} {unit}s in a row, those of others were; last at "
-        f"{unit} {last}: look at the memory and the GPUs of this host, and at the batches that its events name"
+        f"the gradients of this group were not finite in {number} {unit}s in a row, those of "
+        f"others were; last at {unit} {last}: look at the memory and the GPUs of this host, and "
+        "at the batches that its events name",
     )
 
 
 def _find_wait(made: Round, config: FaultTolerance) -> Wait | None:
-    """Return why the step cannot be committed yet, whatever the gradients; None if it can."""
+    """Return why the step cannot be committed yet, with any gradients; None if it can."""
     verdict = made.verdict
-    if verdict.awaited:
-        slots = made.slots(verdict.awaited)
+    if verdict.awaited_joiners:
+        slots = made.slots(verdict.awaited_joiners)
         return Wait(f"groups {slots} fetch the state", slots, Why.ASKED)
-    present = sum(made.rows[rank].training for rank in verdict.ready)  # one that has yet to begin makes no step
+    # A group that has not started makes no step.
+    present = sum(made.rows[rank].training for rank in verdict.ready)
     if present < config.min_replica_size:
         missing = sorted({*range(config.group_size)}.difference(made.slots(verdict.ready)))
-        return Wait(f"{present} group(s) hold the state, {config.min_replica_size} needed", missing)
+        reason = f"{present} group(s) hold the state, {config.min_replica_size} needed"
+        return Wait(reason, missing)
     return None
 
 
 def is_update(made: Round, config: FaultTolerance) -> bool:
-    """Say whether the round is an update: all that hold the state apply it, all that catch up queue it."""
+    """Return True if the round is an update: all holders apply it, and all joiners queue it."""
     verdict = made.verdict
-    spoiled_sum = verdict.tie or verdict.strays or verdict.doubled or verdict.resting or verdict.opening
-    if not verdict.due or spoiled_sum:
+    blocked = any(
+        (
+            verdict.tie,
+            verdict.strays,
+            verdict.duplicates,
+            verdict.holding_back,
+            verdict.opening,
+        ),
+    )
+    if blocked or not verdict.may_update or verdict.valid_tokens == 0:
         return False
-    return verdict.valid_tokens > 0 and not (_find_wait(made, config) or uncovered(made, config))
+    return _find_wait(made, config) is None and not find_uncovered(made, config)
 
 
 def is_under_way(made: Round, config: FaultTolerance) -> bool:
-    """True if the members that train make an update now, though not in this round: in the next one."""
+    """Return True if the training members make an update now, in the next round if not in this."""
     trains = any(made.rows[rank].training for rank in made.verdict.ready)
-    return trains and made.verdict.due and _find_wait(made, config) is None
+    return trains and made.verdict.may_update and _find_wait(made, config) is None
 
 
 def find_first_donors(made: Round) -> set[int]:
-    """Return the slots of the holders that the members which ask for the state will ask to copy it first."""
+    """Return the slots of the holders that the members which ask for the state will ask first."""
     offering = made.slots(made.verdict.offering)
-    asking = [row.slot for row in made.rows if not row.has_state and row.donor < 0]
-    return {rotate(offering, slot)[0] for slot in asking} if offering else set()
+    if not offering:
+        return set()
+    return {rotate(offering, row.slot)[0] for row in made.rows if row.asks_for_state}
 
 
-def gives_next(made: Round, config: FaultTolerance) -> bool:
-    """Say whether those that keep their gradients back send them in the next round."""
-    return bool(made.verdict.resting) and not made.verdict.strays and not _find_wait(made, config)
+def releases_held_back(made: Round, config: FaultTolerance) -> bool:
+    """Return True if the groups that hold their gradients back send them in the next round."""
+    verdict = made.verdict
+    if not verdict.holding_back or verdict.strays:
+        return False
+    return _find_wait(made, config) is None
 
 
-def uncovered(made: Round, config: FaultTolerance) -> list[int]:
-    """Return the slots whose data the round's gradients lack though `batch_policy` wants it in."""
+def find_uncovered(made: Round, config: FaultTolerance) -> list[int]:
+    """Return the slots whose data `batch_policy` demands, and which the round's gradients lack."""
+    # A group that took over a batch which makes NaNs would be excluded as well, one after the
+    # other.
     if config.batch_policy == "shrink" or made.verdict.excluded:
-        return []  # each group that took over a batch which makes NaNs would be excluded in its turn
+        return []
     return sorted(set(range(config.group_size)) - {entry.slot for entry in made.entries})
 
 
-def _share_of(slot: int, lacking: Collection[int], made: Round) -> list[int]:
+def _find_share(slot: int, lacking: Collection[int], made: Round) -> list[int]:
     """Return which of the `lacking` slots this group takes over.
 
-    Ready groups take their own: one that is back reads nothing in its first step, and if the group that was to read its
-    slot dies in that step, nobody else may be left to.
+    Each ready group takes its own slot. A group that has just come back reads nothing in its first
+    step. If the group that reads its slot dies in that step, no other group may be left for it.
     """
     ready = made.slots(made.verdict.ready)
-    others = share_out(set(lacking) - set(ready), ready)
-    return ([slot] if slot in lacking else []) + others[slot]
+    shares = share_out(set(lacking) - set(ready), ready)
+    own = [slot] if slot in lacking else []
+    return own + shares[slot]
 
 
-def _heal(position: Position, made: Round, config: FaultTolerance) -> Decision:
-    verdict = made.verdict
-    if verdict.holders:
+def _decide_healing(position: Position, made: Round, config: FaultTolerance) -> Decision:
+    if made.verdict.holders:
         return Repeat()
-    if position.alone < ALONE_SECONDS:
-        return Wait("no holder of the state is in the quorum")  # they may only be late, and a transfer may still end
-    seen, best = max(row.seen for row in made.rows), max(row.step for row in made.rows)
-    if best == 0 and seen > 0:
-        return GiveUp(
-            JobLostError(
-                f"every group that held the state after step {seen} is gone; restart the job from a checkpoint"
-            )
-        )
-    # A group that has fetched a state replays its queue first: its row shows the step that this leads to.
-    return RollBack() if not position.corrupt and position.step == best else Wait("another group's state is later")
+    if position.alone_seconds < ALONE_SECONDS:
+        # The holders may only be late, and a transfer from one of them may still end.
+        return Wait("no holder of the state is in the quorum")
+    seen = max(row.seen_step for row in made.rows)
+    latest_left = max(row.step for row in made.rows)
+    if latest_left == 0 and seen > 0:
+        return GiveUp(_lost(seen))
+    # A group that has fetched a state replays its queue first. Its row shows the step after that.
+    if position.corrupt or position.step != latest_left:
+        return Wait("another group's state is later")
+    return RollBack()
 
 
-def _finish(position: Position, made: Round, config: FaultTolerance) -> Decision:
-    missing = config.group_size - len({*made.quorum.slots, *position.left})
+def _lost(seen: int) -> JobLostError:
+    return JobLostError(
+        f"every group with the state after step {seen} is gone; restart the job from a checkpoint",
+    )
+
+
+def _decide_finished(position: Position, made: Round, config: FaultTolerance) -> Decision:
     if len(made.verdict.holders) < len(made.rows):
         return Wait("a group needs the final state")
-    return Wait("groups are missing") if missing > 0 else Done()
+    num_missing = config.group_size - len({*made.quorum.slots, *position.left})
+    return Wait("groups are missing") if num_missing > 0 else Done()
 
 
 # Leaving
@@ -322,11 +382,11 @@ def _finish(position: Position, made: Round, config: FaultTolerance) -> Decision
 
 @dataclass(frozen=True)
 class LastToLeave:
-    """The groups with which the job's state leaves; the first one that lives saves it.
+    """The groups with which the job's state leaves. The first one that lives saves it.
 
     Attributes:
-        slots: those groups, in the order in which they are to save. This one is among them.
-        agreed: whether these groups know of each other. If not, others may train on.
+        slots: of these groups, in the order in which they are to save. This group is among them.
+        agreed: these groups know of each other. If not, some of them may train on.
     """
 
     slots: tuple[int, ...]
@@ -334,35 +394,40 @@ class LastToLeave:
 
 
 def may_leave(made: Round) -> bool:
-    """Say whether this group, if it was told to leave, may do so after a round.
+    """Return True if this group may leave after this round, should it have a leave request.
 
-    The last groups to leave must know of each other, for one of them saves the state. Suppose that two
-    groups are told right after they have sent their rows, and both leave. Each takes the other for one
-    that trains on, and nobody saves. So a holder of the state leaves only once its row has said that it
-    does, or if the rows of all other holders have.
+    One of the last groups to leave saves the state, so these groups must know of each other.
+    Suppose that two groups get a leave request right after they have sent their rows, and both
+    leave. Each believes that the other trains on, and no group saves. So a holder of the state
+    leaves only if its own row, or the rows of all other holders, showed `leaving`.
     """
-    own, holders = made.quorum.rank, set(made.verdict.holders)
-    if own not in holders or made.rows[own].leaving:
+    own = made.quorum.rank
+    if own not in made.verdict.holders or made.rows[own].leaving:
         return True
-    return all(made.rows[rank].leaving for rank in holders - {own})
+    return all(made.rows[rank].leaving for rank in made.verdict.holders if rank != own)
 
 
 def find_last_to_leave(position: Position, left: Collection[int], own: int) -> LastToLeave | None:
-    """Return the groups that leave with this one and save the state first; None if this one need not.
+    """Return the groups that leave with this one and save the state first.
 
     Args:
-        position: that of this group, which leaves.
-        left: slots of the groups whose row said that they leave, in any rank's last round.
+        position: of this group, which leaves.
+        left: slots of the groups whose rows showed `leaving`, in any rank's last round.
         own: slot of this group.
+
+    Returns:
+        None if this group need not save.
     """
     keepers = set(position.keepers)
     if own not in keepers or position.corrupt or not position.standing.has_state:
         return None
     staying = keepers.difference(left, {own})
-    if own in left:  # all keepers have read it
+    if own in left:
+        # All keepers have read that this group leaves. One that stays keeps the state.
         return None if staying else LastToLeave(tuple(sorted(keepers)), agreed=True)
-    if not staying:  # the others take this group for one that trains on
+    if not staying:
+        # All others leave, and believe that this group trains on. So this group saves.
         return LastToLeave((own,), agreed=True)
-    # The others hang, or are in a long round: nobody knows who stays. The first one that lives saves. If
-    # others train on, that costs no more than the time of the groups that leave.
+    # The others hang, or are in a long round, and nobody knows which of them stay. The first group
+    # that lives saves. If others train on, the save costs only time of the groups that leave.
     return LastToLeave(tuple(sorted(staying | {own})), agreed=False)

@@ -1,32 +1,35 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The known ways in which a group's part in the run ends. Each message says what to do; none is a bug's traceback."""
+"""The known ways in which a group's part in the run ends, other than by a bug.
+
+The message of each error names the remedy.
+"""
 
 
 class ReplicaError(RuntimeError):
     """Base of the errors below."""
 
-    restart = True  # whether an agent may start the group again
-    transient = True  # whether it may go by itself; else three in a row are a crash loop
-    network = False  # whether the network or the lighthouse is what did not answer
+    restart = True  # an agent may start the group again
+    transient = True  # the cause may go by itself; if not, three in a row are a crash loop
+    network = False  # the network, the lighthouse or another rank did not answer
 
 
 class FinalError(ReplicaError):
-    """An error that starting the group again would not mend."""
+    """An error that a restart of the group would not mend."""
 
     restart = False
 
 
 class Leaving(Exception):  # noqa: N818  # no error, but an end in order
-    """This group was told to leave, and all of its ranks have agreed."""
+    """This group got a leave request, and all of its ranks have agreed to leave."""
 
 
 class JobFinished(Exception):  # noqa: N818  # no error, but an end in order
-    """The job had made its last step when this group came; there is nothing left to train."""
+    """The job had made its last step when this group came: no step is left to train."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its message: torch appends stacks of C++ to it."""
+    """Return an error's type and the first line of its message. torch appends C++ stacks to it."""
     return f"{type(error).__name__}: {error}".split("\n", 1)[0]
 
 
@@ -43,24 +46,24 @@ class GaveUpError(ReplicaError):
 class HungError(ReplicaError):
     """The training thread made no progress for `hang_timeout_seconds`.
 
-    A deadlock of the code comes back at each start, and so do its ends of `hang_timeout_seconds`.
+    A deadlock in the code comes back at each start. So this error counts towards a crash loop.
     """
 
     transient = False
 
 
 class RankSilentError(ReplicaError):
-    """Other ranks of this group fell silent: their hosts are stopped, frozen or cut off."""
+    """Other ranks of this group are silent: their hosts are stopped, frozen or cut off."""
 
 
 class RankLostError(ReplicaError):
-    """Another rank of this group has ended, or cannot be reached. Its end is the cause, and this one follows."""
+    """Another rank of this group has ended, or cannot be reached. This rank ends because of it."""
 
     network = True
 
 
 class NonFiniteError(ReplicaError):
-    """The gradients of this group are not finite again and again, and those of others are."""
+    """Only this group's gradients were not finite, several times in a row."""
 
 
 class JobLostError(ReplicaError):
@@ -76,7 +79,7 @@ class ForeignMemberError(FinalError):
 
 
 class ReplacedError(FinalError):
-    """A newer process runs the replica group that this process believes it is."""
+    """A newer process runs the replica group of this process."""
 
 
 class ConfigMismatchError(FinalError):

@@ -8,11 +8,12 @@
     REPLAYING  loads the state and replays the queued updates     `finish`
     READY      holds the job's state
 
-`lapse`, `renew` and `fail` lead back to ASKING. A digest on which all holders agree confirms the bytes. It is the
-offer's, which `engine/heal.py` compares at `load`, or that of the group's next exchange, which `hold_against` takes.
-Only `roll_back` makes a group READY without one: with its own state.
+`lapse`, `renew` and `fail` lead back to ASKING. A digest on which all holders agree confirms the
+bytes. Some offers have such a digest, and `engine/heal.py` compares it at `load`. For the others,
+`confirm` takes the digest of the group's next exchange. Only `roll_back` makes a group READY
+without a digest, because the group then keeps its own state.
 
-`engine/heal.py` acts on this: threads, memory and clocks are there.
+`engine/heal.py` calls the transitions. Threads, memory and clocks are there.
 
 See docs/heal.md.
 """
@@ -26,7 +27,8 @@ from dataclasses import dataclass, field, replace
 
 from titan_ft.protocol.row import Standing
 
-FIRST_PAUSE_SECONDS = 1.0  # before the third attempt of a heal; the second one begins at once
+FIRST_PAUSE_SECONDS = 1.0
+"""Pause before the third attempt of a heal. The second attempt follows the first at once."""
 MAX_PAUSE_SECONDS = 64.0
 
 
@@ -35,13 +37,14 @@ class Offer:
     """A state that groups hold until their next update.
 
     Attributes:
-        slots: of the groups; empty = nobody offers a state.
-        step: committed updates of the state.
-        lineage: hash of the exchanges that made it (`row.descend`).
-        digest: of its bytes, if all holders have compared them; 0 = the next exchange must confirm the bytes.
-        milliseconds: duration of the last step of the group in `slots[0]`, which is the joiner's first estimate of the
-            time between two updates; 0 = unknown.
-        elapsed_milliseconds: since the update, when that group answered.
+        slots: of the groups that offer the state; empty = no group offers a state.
+        step: committed updates in the state.
+        lineage: hash of the exchanges that made the state (`row.descend`).
+        digest: of the state's bytes, if all holders have compared them; 0 = the next exchange must
+            confirm the bytes.
+        milliseconds: duration of the last step of the group in `slots[0]`; 0 = unknown. The joiner
+            takes this as its first estimate of the time between two updates.
+        elapsed_milliseconds: time from the update to that group's answer.
     """
 
     slots: tuple[int, ...]
@@ -56,23 +59,28 @@ NO_OFFER = Offer((), 0, 0, 0)
 
 
 def choose_offer(offers: Sequence[Offer]) -> Offer:
-    """Return the state in most of `offers`, with the slots of all that offer it; on a tie the later state."""
+    """Return the state in most of `offers`, with the slots of all groups that offer it.
+
+    If several states are in equally many offers, the later state counts.
+    """
     if not offers:
         return NO_OFFER
     counts = Counter((offer.step, offer.lineage) for offer in offers)
     chosen = max(counts, key=lambda state: (counts[state], state[0]))
-    alike = [offer for offer in offers if (offer.step, offer.lineage) == chosen]
-    slots = tuple(slot for offer in alike for slot in offer.slots)
-    return replace(alike[0], slots=slots)
+    same_state = [offer for offer in offers if (offer.step, offer.lineage) == chosen]
+    slots: list[int] = []
+    for offer in same_state:
+        slots += offer.slots
+    return replace(same_state[0], slots=tuple(slots))
 
 
 def rotate(slots: Sequence[int], after: int) -> tuple[int, ...]:
-    """Return `slots` in ascending order, from the first one above `after` and around."""
+    """Return `slots` in ascending order, beginning with the first slot above `after`."""
     return tuple(sorted(slots, key=lambda slot: (slot <= after, slot)))
 
 
 class Phase(enum.Enum):
-    """See the module's table."""
+    """A phase of a heal; see the table in this module's docstring."""
 
     ASKING = enum.auto()
     FETCHING = enum.auto()
@@ -81,24 +89,26 @@ class Phase(enum.Enum):
 
 
 class VoidError(Exception):
-    """The fetched state is not the holders'. The caller calls `fail`."""
+    """The fetched state is not the holders' state. The caller calls `fail`."""
 
 
 class OutdatedError(VoidError):
-    """The holders went on without this group: a newer state is needed, and no donor is at fault: `lapse`."""
+    """The holders have a newer state, and no donor is at fault. The caller calls `lapse`."""
 
 
 @dataclass(frozen=True)
 class Healing:
-    """Where a heal is.
+    """The state of a heal. Immutable: each transition returns a new value.
 
     Attributes:
-        max_queued: updates that may be queued.
-        failures: attempts of this heal that failed.
-        is_renewed: `renew` was used. The caller renews once in a heal; then a full queue makes the others wait.
-        last_donor: slot of the donor that the latest attempt named; before the first attempt, this group's own slot
-            (set by `engine/heal.py`).
-        donors: slots that the state comes from. The group's row names the first one: later joiners choose another.
+        max_queued: number of updates that may be queued.
+        failures: number of attempts of this heal that failed.
+        is_renewed: `renew` was used. The caller renews once in a heal. After that, a full queue
+            makes the others wait.
+        last_donor: slot of the donor that the latest attempt named; before the first attempt, this
+            group's own slot (set by `engine/heal.py`).
+        donors: slots that the state comes from. The group's row names the first one, so that later
+            joiners choose another.
         from_step, lineage, digest: of the fetched state; digest 0 = the bytes are not confirmed.
         is_loaded: the fetched state has replaced this group's own.
         queued: lineages of the states after each queued update.
@@ -124,24 +134,26 @@ class Healing:
 
     @property
     def standing(self) -> Standing:
-        """Return what the group's row shows."""
+        """The standing that the group's row shows."""
         if self.phase is Phase.ASKING:
             return Standing.BEHIND
-        return Standing.READY if self.phase is Phase.READY else Standing.CATCHING_UP
+        if self.phase is Phase.READY:
+            return Standing.READY
+        return Standing.CATCHING_UP
 
     @property
     def donor(self) -> int:
-        """Return the slot of the named donor; -1 = none."""
+        """Slot of the named donor; -1 = none."""
         return self.donors[0] if self.donors else -1
 
     @property
     def target_step(self) -> int:
-        """Return the committed updates of the state after the replay."""
+        """Committed updates in the state after the replay."""
         return self.from_step + len(self.queued)
 
     @property
     def num_remaining(self) -> int:
-        """Return the queued updates that are not replayed."""
+        """Number of queued updates that are not replayed yet."""
         return len(self.queued) - self.num_replayed
 
     @property
@@ -160,7 +172,7 @@ class Healing:
 
     @property
     def pause_seconds(self) -> float:
-        """Return how long to ask nobody after the latest failure. Each attempt costs its donors a copy."""
+        """Pause after the latest failure. Each attempt costs its donors a copy of the state."""
         if self.failures <= 1:
             return 0.0
         return min(FIRST_PAUSE_SECONDS * 2.0 ** (self.failures - 2), MAX_PAUSE_SECONDS)
@@ -168,10 +180,11 @@ class Healing:
     def choose_donors(self, slots: Sequence[int], max_donors: int) -> tuple[int, ...]:
         """Return the groups to fetch from, out of those that offer the same state.
 
-        Several joiners begin with different donors. After a failure it is one donor: of several that gave wrong bytes
-        together, nobody knows which one did.
+        Several joiners begin with different donors. After a failure, one donor serves the whole
+        state. If several donors serve wrong bytes together, nobody can tell which one of them did.
         """
-        return rotate(slots, self.last_donor)[: 1 if self.failures else max_donors]
+        num_donors = 1 if self.failures else max_donors
+        return rotate(slots, self.last_donor)[:num_donors]
 
     # Transitions
 
@@ -189,8 +202,8 @@ class Healing:
             digest=offer.digest,
         )
 
-    def follow(self, donor: int) -> Healing:
-        """Name another donor, because the named one is gone. Later joiners avoid the donor that is named."""
+    def rename_donor(self, donor: int) -> Healing:
+        """Name another donor, because the named one is gone. Later joiners avoid it."""
         self._expect(Phase.FETCHING)
         others = tuple(slot for slot in self.donors if slot != donor)
         return replace(self, last_donor=donor, donors=(donor, *others))
@@ -201,48 +214,57 @@ class Healing:
         return replace(self, phase=Phase.REPLAYING, others_wait=False)
 
     def load(self) -> Healing:
-        """The fetched state is this group's."""
+        """The fetched state has replaced this group's own."""
         self._expect(Phase.REPLAYING)
         return replace(self, is_loaded=True)
 
-    def hold_against(self, step: int, lineage: int, digest: int, own_digest: int) -> Healing:
+    def confirm(self, step: int, lineage: int, digest: int, own_digest: int) -> Healing:
         """Compare the fetched state with the one that the holders show in a round.
 
         Args:
-            digest: that all holders show; 0 = they differ, or some computed none.
-            own_digest: of the loaded state; ignored before it is loaded.
+            step, lineage: of the holders' state.
+            digest: that all holders show; 0 = the digests differ, or a holder took none.
+            own_digest: of the loaded state; ignored before the state is loaded.
 
         Raises:
-            OutdatedError: the holders' state is a later or another one, or they did not compare it.
-            VoidError: the loaded bytes are not the holders'.
+            OutdatedError: the holders have a later or another state, or did not compare its bytes.
+            VoidError: the loaded bytes are not those of the holders.
         """
         if self.phase is Phase.ASKING:
             return self
         if self.digest:
-            # `load` compares the bytes with this digest. The step is compared here, and not at the holders' next
-            # update: a round of several steps may last an hour.
+            # `load` compares the bytes with this digest. The step is compared here already: the
+            # holders' next update may follow an hour later if a round has several steps.
             if step > self.target_step:
                 raise OutdatedError("the others have made an update since")
             return self
         if not digest or (step, lineage) != (self.from_step, self.lineage):
-            raise OutdatedError("the state that was offered is not the one that the holders agree on")
+            raise OutdatedError(
+                "the state that was offered is not the one that the holders agree on",
+            )
         if self.is_loaded and own_digest != digest:
             raise VoidError("the state that was offered is not the one that the holders agree on")
         return replace(self, digest=digest)
 
     def queue(self, step: int, base: int, lineage: int) -> Healing:
-        """Queue update `step`: applied to the state with lineage `base`, it gives the one with lineage `lineage`.
+        """Queue update `step`.
 
-        An update that nobody committed comes again under the same number, and replaces the first one.
+        An update that no group committed comes again under the same number. It then replaces the
+        queued one.
+
+        Args:
+            base: lineage of the state before the update.
+            lineage: of the state after it.
 
         Raises:
-            OutdatedError: an update was missed, or the holders did not commit one that is queued.
+            OutdatedError: an update was missed, or the holders did not commit a queued one.
         """
         self._expect(Phase.FETCHING, Phase.REPLAYING)
         place = step - self.from_step - 1
-        if not self.num_replayed <= place <= len(self.queued):
+        if place < self.num_replayed or place > len(self.queued):
             raise OutdatedError(f"missed an update before update {step}")
-        if base != (self.queued[place - 1] if place else self.lineage):
+        expected_base = self.queued[place - 1] if place else self.lineage
+        if base != expected_base:
             raise OutdatedError(f"missed an update before update {step}")
         return replace(self, queued=(*self.queued[:place], lineage))
 
@@ -270,11 +292,14 @@ class Healing:
         return Healing(Phase.READY)
 
     def roll_back(self) -> Healing:
-        """End the heal with this group's own state, because no other group has a later one; in any phase."""
+        """End the heal with this group's own state, because no other group has a later one.
+
+        Allowed in any phase.
+        """
         return Healing(Phase.READY)
 
     def lapse(self) -> Healing:
-        """Give up a state that the holders have left behind; it counts as no failure."""
+        """Give up a state that the holders no longer have. This does not count as a failure."""
         self._expect(Phase.FETCHING, Phase.REPLAYING)
         return Healing(
             max_queued=self.max_queued,
@@ -284,11 +309,11 @@ class Healing:
         )
 
     def renew(self) -> Healing:
-        """Give up a transfer for that of a newer state: the queue is full."""
+        """Give up a transfer to fetch a newer state instead, because the queue is full."""
         return replace(self.lapse(), is_renewed=True)
 
     def fail(self) -> Healing:
-        """Give up a transfer that failed, or brought wrong bytes."""
+        """Give up a transfer that failed or brought wrong bytes."""
         return replace(self.lapse(), failures=self.failures + 1)
 
     def _expect(self, *phases: Phase) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The LR of an update that was made without some of the groups."""
+"""The learning rate of an update that was made without some of the groups."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FACTORS: dict[str, Callable[[float], float]] = {
 
 
 def lr_factor(policy: str, share: float) -> float:
-    """Return what the LR of an update is multiplied with; `share` of the global batch is in it."""
+    """Return the factor for the LR of an update that has `share` of the global batch."""
     return _FACTORS[policy](share)
 
 
 @contextlib.contextmanager
 def scaled_lr(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> Iterator[None]:
-    """Multiply the LR by `factor` for one update; the scheduler's own LR is back afterwards."""
+    """Multiply the LR by `factor` inside the context, and restore it afterwards."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
     if factor != 1.0:

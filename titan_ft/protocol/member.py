@@ -1,14 +1,19 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A replica group's name at the lighthouse, and which of a quorum's names belong together.
+"""A replica group's name at the lighthouse, and the choice of a quorum's members by their names.
 
-A lighthouse admits every process that asks, and believes the step that it claims. Each group therefore picks its peers
-out of the reply by their names: the same job, the same config, the newest process of each slot. All members read the
-same reply, even if they cannot reach each other: so a name also lists whom its group cannot reach, and each member
-computes the same largest set of groups that all reach each other.
+A lighthouse admits every process that asks, and believes any step that a process claims. So each
+group chooses its peers in the reply by their names: the same job, the same config, the newest
+process of each slot.
 
-A name ends with a seal, which only a process with the run's token can make. A name with another seal, or without one,
-is set aside: it may claim any age, job and slot, and could otherwise end every group.
+All members read the same reply, even if they cannot reach each other. So a name also lists the
+groups that its own group cannot reach, and each member computes the same largest set of groups that
+all reach each other.
+
+A name ends with a seal, which only a process with the run's token can make. A name with another
+seal, or without one, is set aside. It may claim any age, job and slot, and could end every group.
+
+See docs/membership.md.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -24,25 +29,23 @@ from titan_ft.protocol.errors import ConfigMismatchError, ForeignMemberError, Re
 from titan_ft.protocol.shape import Difference, shape_differences
 from titan_ft.system.seal import is_seal, seal
 
-Process: TypeAlias = tuple[int, float]
-"""A replica group's process: its slot, and when it began, in Unix seconds. What it is called may change."""
+GroupProcess: TypeAlias = tuple[int, float]
+"""One attempt of a replica group: its slot, and its start in Unix seconds. Its name may change."""
 
 _ID_SEPARATOR = "/"
-_SHORT = 8  # characters of a process's unique name that a report gives
-_PURPOSE = "member"  # of a name's seal
-UNSEALED = (
-    "its name has no valid seal: it is a stranger's, or it has another TITAN_FT_TOKEN or another version of titan_ft"
-)
-"""Why a name is set aside without a look at what it says. It is one reason for all such names."""
+_SHORT_LENGTH = 8  # characters of a process's unique name in a report
+_SEAL_PURPOSE = "member"
+UNSEALED = "its name has no valid seal: a stranger's, or another TITAN_FT_TOKEN or titan_ft version"
+"""Why a name is set aside unread. All such names have the same reason."""
 
 
 @dataclass(frozen=True)
 class LostLinks:
-    """What a group adds to its name when it cannot reach others.
+    """The part of a name that lists the groups which its group cannot reach.
 
     Attributes:
-        step: committed updates that it holds; 0 = it has to heal.
-        dead: `Member.short` of those that it cannot reach, sorted.
+        step: committed updates in the group's state; 0 = the group must heal.
+        dead: `Member.short` of the groups that it cannot reach, sorted.
     """
 
     step: int
@@ -54,16 +57,16 @@ class Member:
     """One replica group's name at the lighthouse.
 
     Attributes:
-        slot: the group's replica id.
-        started: when its process began, in Unix seconds.
+        slot: the group's slot.
+        started: start of the group's process, in Unix seconds.
         unique: differs for each process.
         config: hex hash of the settings that must be equal in all groups.
         job: the job's name; may be empty.
         store: host:port of the group's TCPStore.
-        shape: what else must be equal (see `titan_ft.protocol.shape`).
-        edition: how often this process has changed its name.
-        report: whom the group cannot reach; None = it has nothing to report.
-        token: the run's shared secret, which seals the name. It is no part of the name.
+        shape: everything else that must be equal (see `titan_ft.protocol.shape`).
+        edition: number of times that this process has changed its name.
+        report: the groups that this group cannot reach; None = it has nothing to report.
+        token: the run's shared secret, which seals the name. It is not a part of the name.
     """
 
     slot: int
@@ -79,31 +82,57 @@ class Member:
 
     @functools.cached_property
     def replica_id(self) -> str:
-        """Encode as torchft's replica id; a fixed-width slot keeps torchft's order by id the order by slot."""
-        slot, started, last = f"{self.slot:06d}", f"{self.started:.6f}", f"{self.edition}"
+        """The name in the form of torchft's replica id.
+
+        The slot has a fixed width, so that torchft's order by id is the order by slot.
+        """
+        last = f"{self.edition}"
         if self.report is not None:
             last += f":{self.report.step}:{','.join(self.report.dead)}"
-        text = _ID_SEPARATOR.join(
-            ("titan_ft", slot, started, self.unique, self.config, self.job, self.store, self.shape, last)
+        parts = (
+            "titan_ft",
+            f"{self.slot:06d}",
+            f"{self.started:.6f}",
+            self.unique,
+            self.config,
+            self.job,
+            self.store,
+            self.shape,
+            last,
         )
-        return _ID_SEPARATOR.join((text, seal(self.token, _PURPOSE, text)))
+        text = _ID_SEPARATOR.join(parts)
+        return _ID_SEPARATOR.join((text, seal(self.token, _SEAL_PURPOSE, text)))
 
     @staticmethod
-    @functools.lru_cache(maxsize=4096)  # the same names come with each step, one of every group
+    @functools.lru_cache(maxsize=4096)  # each step brings the same names, one of every group
     def parse(replica_id: str, token: str) -> Member:
         """Decode `replica_id`.
 
         Raises:
-            ValueError: it names no titan_ft replica group of the run with this token.
+            ValueError: the text does not name a replica group of the run with this token.
         """
         text, _, found = replica_id.rpartition(_ID_SEPARATOR)
-        if not is_seal(found, token, _PURPOSE, text):
+        if not is_seal(found, token, _SEAL_PURPOSE, text):
             raise ValueError(f"not the name of a replica group of this run: {replica_id!r}")
         try:
             _, slot, started, unique, config, job, store, shape, last = text.split(_ID_SEPARATOR)
             edition, *facts = last.split(":")
-            report = LostLinks(int(facts[0]), tuple(facts[1].split(","))) if facts else None
-            member = Member(int(slot), float(started), unique, config, job, store, shape, int(edition), report, token)
+            report = None
+            if facts:
+                step, dead = facts[0], facts[1]
+                report = LostLinks(int(step), tuple(dead.split(",")))
+            member = Member(
+                int(slot),
+                float(started),
+                unique,
+                config,
+                job,
+                store,
+                shape,
+                int(edition),
+                report,
+                token,
+            )
         except (ValueError, IndexError):
             member = None
         if member is None or member.replica_id != replica_id or not math.isfinite(member.started):
@@ -112,35 +141,38 @@ class Member:
 
     @property
     def age(self) -> tuple[float, int, str]:
-        """Return a key that sorts the oldest process first, and of one process the older name."""
+        """Sort key: the oldest process first, and the older name of one process first."""
         return self.started, self.edition, self.unique
 
     @property
-    def process(self) -> Process:
-        """Return which process of which slot this is, whatever its name is by now."""
+    def process(self) -> GroupProcess:
+        """The slot and the start of this process, which stay when its name changes."""
         return self.slot, self.started
 
     @property
     def short(self) -> str:
-        """Return what reports call this process."""
-        return self.unique[:_SHORT]
+        """The name of this process in reports."""
+        return self.unique[:_SHORT_LENGTH]
 
     def reporting(self, step: int, dead: Iterable[Member]) -> Member:
-        """Return this process's next name, with a report of whom it cannot reach."""
+        """Return this process's next name, with a report of the groups that it cannot reach."""
         report = LostLinks(step, tuple(sorted({member.short for member in dead})))
         return replace(self, edition=self.edition + 1, report=report)
 
     def renamed(self, unique: str) -> Member:
-        """Return this process's next name, without a report; earlier reports of others do not mean it."""
+        """Return this process's next name, without a report.
+
+        Earlier reports of other groups do not apply to the new name.
+        """
         return replace(self, unique=unique, edition=self.edition + 1, report=None)
 
     def has_reported(self, other: Member) -> bool:
-        """Say whether this group's report names `other`."""
+        """Return True if this group's report names `other`."""
         return self.report is not None and other.short in self.report.dead
 
 
 def known_members(replica_ids: Iterable[str], token: str) -> list[Member]:
-    """Return those of `replica_ids` that name replica groups of the run with this token."""
+    """Return the replica groups of the run with this token among `replica_ids`."""
     members = []
     for replica_id in replica_ids:
         with contextlib.suppress(ValueError):
@@ -149,8 +181,9 @@ def known_members(replica_ids: Iterable[str], token: str) -> list[Member]:
 
 
 def members_of_job(own: Member, replica_ids: Iterable[str]) -> list[Member]:
-    """Return those of `replica_ids` that could be in an exchange with `own`."""
-    return [member for member in known_members(replica_ids, own.token) if _kind(member) == _kind(own)]
+    """Return the groups among `replica_ids` that could be in an exchange with `own`."""
+    members = known_members(replica_ids, own.token)
+    return [member for member in members if _kind(member) == _kind(own)]
 
 
 @dataclass(frozen=True)
@@ -158,13 +191,15 @@ class Quorum:
     """The members of one exchange.
 
     Attributes:
-        key: names this quorum among all of the job.
-        rank, members: in the process group's order.
+        key: name of this quorum among all quorums of the job.
+        rank: of this group, in the process group's order.
+        members: in the process group's order.
         max_step: largest number of committed updates that a member reported.
-        error: why the process group could not be built (None when it stands): the exchange then fails at once and is
-            repeated in the next quorum.
-        asked, answered, ready: when this rank asked for it, when the answer came, and when the process group stood;
-            seconds of this process's clock.
+        error: why the process group could not be built; None = it was built. After an error the
+            exchange fails at once, and is repeated in the next quorum.
+        asked: time of this rank's request, in seconds of this process's clock.
+        answered: time of the lighthouse's answer, by the same clock.
+        ready: time at which the process group was built, by the same clock.
     """
 
     key: str
@@ -178,27 +213,29 @@ class Quorum:
 
     @property
     def slots(self) -> list[int]:
-        """Return the members' slots in rank order."""
+        """The members' slots in rank order."""
         return [member.slot for member in self.members]
 
     @property
-    def processes(self) -> list[Process]:
-        """Return the members' processes in rank order."""
+    def processes(self) -> list[GroupProcess]:
+        """The members' processes in rank order."""
         return [member.process for member in self.members]
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Which members of a lighthouse's quorum make the exchange.
+    """The members of a lighthouse's quorum that make the exchange.
 
     Attributes:
-        members: the groups of this job, in rank order; all of them come to the same list by themselves. Of groups that
-            cannot all reach each other it is the largest part that can; this group may not be in it.
-        strangers: names that are set aside, each with the reason. A process that was replaced is in neither.
-        cut_off: those that this group cannot reach, by its own report or theirs.
-        accusers: those of them that this group's own report does not name.
-        settled: False: a group that another one cannot reach has yet to report the step that it holds. `members` are
-            all of them then, and make no exchange.
+        members: the groups of this job, in rank order. Each group computes the same list by itself.
+            If some groups cannot reach each other, the list is the largest set of groups that all
+            reach each other, and this group may be missing in it.
+        strangers: names that are set aside, each with the reason. A process that was replaced is
+            neither a member nor a stranger.
+        cut_off: the groups that this group cannot reach, by its own report or by theirs.
+        accusers: the groups in `cut_off` that this group's own report does not name.
+        settled: False = a group that another one cannot reach has not reported its step yet. Then
+            `members` are all groups, and make no exchange.
     """
 
     members: tuple[Member, ...]
@@ -209,17 +246,19 @@ class Admission:
 
 
 def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
-    """Pick the members that `own` exchanges with out of a quorum's names.
+    """Choose the members that `own` exchanges with, by the names in a quorum.
 
-    The oldest process says which job, which config and which shape is right: newcomers do not outvote who has the
-    state. Of two processes of one slot the newer one counts.
+    The job, config and shape of the oldest process are the right ones: newcomers must not outvote
+        the
+    group that has the state. The newer one of two processes of a slot counts.
 
     Raises:
         ForeignMemberError: the lighthouse serves another job, which was there first.
-        ConfigMismatchError: `own` runs another config than the oldest member of its job, or has another shape.
-        ReplacedError: `own` was started again elsewhere.
+        ConfigMismatchError: the oldest member of the job has another config or shape than `own`.
+        ReplacedError: the group of `own` was started again elsewhere.
     """
-    groups, strangers = [], {}
+    groups = []
+    strangers = {}
     for replica_id in sorted(replica_ids):
         try:
             groups.append(Member.parse(replica_id, own.token))
@@ -231,18 +270,14 @@ def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
     alike = [member for member in groups if _kind(member) == _kind(first)]
     _check_kind(own, first, alike)
     for member in groups:
-        if member.job != own.job:
-            strangers[member.replica_id] = f"it belongs to job {member.job!r}, this group to {own.job!r}"
-        elif differences := _shape_differences(own, member):
-            theirs, ours = _list(d.other for d in differences), _list(d.own for d in differences)
-            strangers[member.replica_id] = f"it has {theirs}, this group {ours}"
-        elif member.config != own.config:
-            strangers[member.replica_id] = f"it runs another config (digest {member.config}; ours is {own.config})"
+        reason = _find_mismatch(own, member)
+        if reason:
+            strangers[member.replica_id] = reason
     newest = {member.slot: member for member in sorted(alike, key=lambda member: member.age)}
     if newest[own.slot] != own:
         raise ReplacedError(
             f"replica group {own.slot} was started again elsewhere; this older process ends: "
-            "fault_tolerance.replica_id must be unique among running groups"
+            "fault_tolerance.replica_id must be unique among running groups",
         )
     members = tuple(newest[slot] for slot in sorted(newest))
     dead = dead_links(members)
@@ -250,50 +285,89 @@ def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
         return Admission(members, strangers)
     cut_off = tuple(member for member in members if frozenset((own, member)) in dead)
     accusers = tuple(member for member in cut_off if not own.has_reported(member))
-    # Both ends report before anybody decides who goes on: the one that has not may hold the only state.
-    settled = all(one.has_reported(other) and other.has_reported(one) for one, other in map(tuple, dead))
-    return Admission(largest_clique(members, dead) if settled else members, strangers, cut_off, accusers, settled)
+    settled = _have_both_ends_reported(dead)
+    if settled:
+        members = largest_clique(members, dead)
+    return Admission(members, strangers, cut_off, accusers, settled)
+
+
+def _find_mismatch(own: Member, member: Member) -> str:
+    """Return why `own` cannot exchange with a member; empty = it can."""
+    if member.job != own.job:
+        return f"it belongs to job {member.job!r}, this group to {own.job!r}"
+    differences = _shape_differences(own, member)
+    if differences:
+        theirs = _list(difference.other for difference in differences)
+        ours = _list(difference.own for difference in differences)
+        return f"it has {theirs}, this group {ours}"
+    if member.config != own.config:
+        return f"it runs another config (digest {member.config}; ours is {own.config})"
+    return ""
+
+
+def _have_both_ends_reported(dead: Iterable[frozenset[Member]]) -> bool:
+    """Return True if both ends of each dead link have reported it.
+
+    Before that, no group may decide which groups go on: the one that has not reported its step yet
+    may hold the only state.
+    """
+    for link in dead:
+        one, other = link
+        if not (one.has_reported(other) and other.has_reported(one)):
+            return False
+    return True
 
 
 def dead_links(members: Sequence[Member]) -> set[frozenset[Member]]:
-    """Return the pairs of `members` of which one has reported that it cannot reach the other."""
-    reporters = [member for member in members if member.report is not None]
-    known = {member.short: member for member in members} if reporters else {}
-    return {
-        frozenset((reporter, known[short]))
-        for reporter in reporters
-        for short in (reporter.report.dead if reporter.report is not None else ())
-        if short in known and known[short] != reporter
-    }
+    """Return the pairs of members of which one has reported that it cannot reach the other."""
+    by_short = {member.short: member for member in members}
+    links = set()
+    for reporter in members:
+        if reporter.report is None:
+            continue
+        for short in reporter.report.dead:
+            other = by_short.get(short)
+            if other is not None and other != reporter:
+                links.add(frozenset((reporter, other)))
+    return links
 
 
 def largest_clique(members: Sequence[Member], dead: set[frozenset[Member]]) -> tuple[Member, ...]:
-    """Return those that go on when the links `dead` are: all of them reach each other.
+    """Return the members that go on without the dead links: all of them reach each other.
 
-    As many as possible hold the job's state, then as many as possible are there at all, then as many as possible hold
-    the very latest state, then the lower slots. One update less counts as the state as well: a group that has completed
-    an exchange which broke for the others must not bring all of those to a halt.
+    Of all sets of such members, the result is the first one by these rules:
+
+    1. Most members hold the job's state. A state with one update less than the latest counts as
+       well: a group whose exchange worked while it broke for the others must not halt all of those.
+    2. The set has most members.
+    3. Most members hold the very latest state.
+    4. The members have the lowest slots.
 
     Args:
         members: in the order of their slots.
-        dead: both members of each have a report.
+        dead: pairs of members. Both members of each pair have a report.
     """
-    # Here: it takes a tenth of a second, and nearly no run ever needs it.
-    import networkx  # type: ignore[import-untyped]  # it has no types of its own
+    # Imported here, because the import takes a tenth of a second, and hardly any run needs it.
+    import networkx  # type: ignore[import-untyped]  # networkx has no types
 
     cut_off = [member for member in members if any(member in link for link in dead)]
-    steps: Mapping[Member, int] = {member: member.report.step for member in cut_off if member.report is not None}
+    steps: dict[Member, int] = {}
+    for member in cut_off:
+        if member.report is not None:
+            steps[member] = member.report.step
     latest, count = max(steps.values()), len(cut_off)
     links = networkx.Graph()
     for place, member in enumerate(cut_off):
         step = steps[member]
         holds = step >= latest - 1 and (step > 0 or latest == 0)
-        # Digits of one number, each with room for the sum over all members, so that the first that differs decides.
+        # The four rules are the digits of one number. Each digit has room for the sum over all
+        # members, so the first digit that differs decides.
         weight = ((holds * (count + 1) + 1) * (count + 1) + (step == latest)) << count
         links.add_node(member, weight=weight + (1 << (count - 1 - place)))
     links.add_edges_from(tuple(link) for link in dead)
     chosen: set[Member] = set()
-    for part in networkx.connected_components(links):  # of groups far apart each pair would be looked at
+    # Component by component: on the whole graph, the complement has an edge for nearly every pair.
+    for part in networkx.connected_components(links):
         reach = networkx.complement(links.subgraph(part))
         reach.add_nodes_from(links.subgraph(part).nodes(data=True))
         chosen.update(networkx.max_weight_clique(reach, "weight")[0])
@@ -301,33 +375,41 @@ def largest_clique(members: Sequence[Member], dead: set[frozenset[Member]]) -> t
 
 
 def _check_job(own: Member, first: Member, groups: Sequence[Member]) -> None:
-    """Refuse a lighthouse at which another job was first: the two would wait for each other in every step."""
+    """Refuse a lighthouse at which another job was first: the jobs would wait for each other."""
     if own.job != first.job:
         slots = _slots(member for member in groups if member.job == first.job)
         raise ForeignMemberError(
-            f"the lighthouse serves job {first.job!r} (groups {slots}), which was there before this group of job "
-            f"{own.job!r}; give each job its own lighthouse with fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE, or "
-            "groups of one job the same fault_tolerance.job_id"
+            f"the lighthouse serves job {first.job!r} (groups {slots}), which was there before "
+            f"this group of job {own.job!r}; give each job its own lighthouse with "
+            "fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE, or groups of one job the same "
+            "fault_tolerance.job_id",
         )
 
 
 def _kind(member: Member) -> tuple[str, str, str]:
-    """Return what members must have in common to make an exchange."""
+    """Return the facts that members must have in common to make an exchange."""
     return member.job, member.config, member.shape
 
 
 def _check_kind(own: Member, right: Member, alike: Sequence[Member]) -> None:
-    """Refuse to exchange with groups of another config or shape: that could end those groups instead of this one."""
-    if differences := _shape_differences(own, right):
+    """Refuse to exchange with groups of another config or shape.
+
+    Such an exchange could end those groups instead of this one.
+    """
+    differences = _shape_differences(own, right)
+    if differences:
+        ours = _list(difference.own for difference in differences)
+        theirs = _list(difference.other for difference in differences)
+        remedies = _list(difference.remedy for difference in differences)
         raise ConfigMismatchError(
-            f"this group has {_list(d.own for d in differences)}; the job's groups {_slots(alike)} have "
-            f"{_list(d.other for d in differences)}: start it with {_list(d.remedy for d in differences)}, or, if it "
-            "belongs to another job, with another lighthouse"
+            f"this group has {ours}; the job's groups {_slots(alike)} have {theirs}: start it with "
+            f"{remedies}, or, if it belongs to another job, with another lighthouse",
         )
     if own.config != right.config:
         raise ConfigMismatchError(
-            f"this group's config (digest {own.config}) must equal that of groups {_slots(alike)} ({right.config}); "
-            "start it with their TOML and flags, or, if it belongs to another job, with another lighthouse"
+            f"this group's config (digest {own.config}) must equal that of groups {_slots(alike)} "
+            f"({right.config}); start it with their TOML and flags, or, if it belongs to another "
+            "job, with another lighthouse",
         )
 
 

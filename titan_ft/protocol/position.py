@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a group holds and has heard: its place in the job. Equal on all of its ranks."""
+"""A group's place in the job: the state that it holds, and what it has heard from the others.
+
+See docs/design.md, "Four values".
+"""
 
 from __future__ import annotations
 
@@ -14,98 +17,107 @@ from titan_ft.protocol.row import Standing
 
 @dataclass
 class Position:
-    """One group's place in the job, as its row shows it to the others.
+    """One group's place in the job, as its row shows it to the others. Equal on all of its ranks.
 
-    Fields are for reading; they change by the methods below only, each of which is one event of a group's life. All
-    ranks of a group call the same ones in the same order, with values that they have agreed on.
+    Training thread only. The fields are for reading. They change by the methods below only, each of
+    which is one event of a group's life. All ranks of a group call the same methods in the same
+    order, with values that they have agreed on. A round that breaks changes `broken_rounds` alone.
 
-    The parts below are no values of their own with one writer each: the events that matter (a round, falling behind,
-    the end of a heal) change two or three of them at once, and a state between the writes would mean nothing. So the
-    method is the unit that is written and read, and the whole is what the ranks of a group are compared by.
+    The class is not split into parts with one writer each. An event such as a round, or the end of
+    a heal, changes several fields at once, and a state between these writes would mean nothing.
     """
 
     # The state.
-    step: int = 0  # committed updates in it
+    step: int = 0  # committed updates in the state
     lineage: int = 0
-    digest: int = 0  # of its bytes; 0 = not taken since the last update
-    corrupt: bool = False  # its bytes are not those that its lineage stands for: only a donor's state will do
-    saved_corrupt: bool = False  # what this group saved since `agreed` is to be withdrawn
+    digest: int = 0  # of the state's bytes; 0 = not taken since the last update
+    corrupt: bool = False  # the bytes are not those of the lineage: only a donor's state will do
+    saved_corrupt: bool = False  # the checkpoints since `agreed_step` are to be withdrawn
 
     # What the group does.
-    standing: Standing = Standing.READY  # until training begins everybody's initial state is the job's
+    standing: Standing = Standing.READY  # before training, every initial state is the job's
     training: bool = False  # the job's first step has begun, as far as this group knows
-    leaving: bool = False  # told to leave; it asks for no quorum any more
-    failures: int = 0  # rounds in a row that broke
-    waited: float = 0.0  # seconds by the group's clock, for the job's first step; 0 while others live outside
+    leaving: bool = False  # the group has agreed to leave; it requests no more quorums
+    broken_rounds: int = 0  # in a row
+    # For the job's first step, by the group's clock; 0 while groups live outside of the quorum.
+    waited_seconds: float = 0.0
     exclusions: int = 0  # steps in a row that were made without this group's gradients
 
-    # The heal under way, as `show` takes it over from `Healing`.
-    donor: int = -1  # slot that it fetches from
-    from_step: int = 0  # of the state that it fetches there
-    target: int = 0  # step of the state when all that is fetched has been replayed; 0 = nothing is fetched
-    awaited: bool = False  # the others wait for the transfer, or the replay
-    alone: float = 0.0  # seconds by the group's clock, without a holder of the state in sight
+    # The heal under way, as `show` copies it from `Healing`.
+    donor: int = -1  # slot of the donor
+    from_step: int = 0  # committed updates in the state that the donor serves
+    # Step of the state after the fetched state is loaded and replayed; 0 = no state is fetched.
+    target: int = 0
+    others_wait: bool = False  # the others hold their next update for this group
+    alone_seconds: float = 0.0  # without a holder of the state in sight, by the group's clock
 
-    # What it has heard.
-    seen: int = 0  # largest number of committed updates
-    saved: int = 0  # step of the latest complete checkpoint
-    agreed: int = 0  # step of the latest digest that all holders had alike
+    # What the group has heard.
+    seen_step: int = 0  # largest number of committed updates
+    saved_step: int = 0  # of the latest complete checkpoint
+    agreed_step: int = 0  # of the latest digest that all holders had alike
     peers: tuple[int, ...] = ()  # slots that were ready in the last round
-    keepers: tuple[int, ...] = ()  # slots that held the job's state in the last round, and went on from it
-    left: set[int] = field(default_factory=set)  # slots of groups that left in order; may differ between ranks
+    keepers: tuple[int, ...] = ()  # slots that trained on with the job's state after the last round
+    left: set[int] = field(default_factory=set)  # slots that left in order; may differ by rank
 
     @property
-    def claim(self) -> int:
-        """Return the step that this group can answer for without a donor: what the lighthouse and the rows get."""
-        return self.target or (0 if self.corrupt else self.step)
+    def claimed_step(self) -> int:
+        """Step that this group can reach without a donor. The lighthouse and the rows get it."""
+        if self.target:
+            return self.target
+        return 0 if self.corrupt else self.step
 
     @property
     def newest_step(self) -> int:
-        """Return the most updates that another group may have without voiding this group's claim to the job's state.
+        """Most updates that another group may have without voiding this group's claim to the state.
 
-        One update more may be that of a group whose exchange was complete when it broke for the rest: the rows settle
-        who goes back.
+        One more update than this group's own may be that of a group whose exchange was complete
+        when it broke for the rest. The rows then settle which groups heal.
         """
         return self.step + (1 if self.training else 0)
 
     # Rounds
 
-    def broke(self) -> None:
+    def note_broken(self) -> None:
         """Count a round that broke."""
-        self.failures += 1
+        self.broken_rounds += 1
 
     def observe(self, made: Round) -> None:
         """Take in the rows of a round that worked."""
         verdict, rows = made.verdict, made.rows
-        self.failures = 0
-        self.seen = max(self.seen, *(row.seen for row in rows))
-        self.saved = max(self.saved, *(row.saved for row in rows))
+        self.broken_rounds = 0
+        self.seen_step = max(self.seen_step, *(row.seen_step for row in rows))
+        self.saved_step = max(self.saved_step, *(row.saved_step for row in rows))
         self.left -= {row.slot for row in rows}
         self.left |= {row.slot for row in rows if row.leaving}
         self.peers = tuple(made.slots(verdict.ready))
-        # A group that has loaded a checkpoint and has yet to begin misses the others' next update, and heals.
+        # A group that has loaded a checkpoint and has not started is no keeper: it misses the next
+        # update of the others, and heals.
         self.keepers = tuple(rows[rank].slot for rank in verdict.holders if rows[rank].training)
         if verdict.corrupt:
-            # What a group with other bytes saved since the last agreement is not to be trusted; another one saves.
-            self.saved = min(self.saved, self.agreed)
+            # A group with other bytes may have written the checkpoints since the last agreement.
+            # Another group saves.
+            self.saved_step = min(self.saved_step, self.agreed_step)
             if made.quorum.rank in verdict.corrupt:
                 self.corrupt = self.saved_corrupt = True
         elif verdict.verified:
-            self.agreed = verdict.step
+            self.agreed_step = verdict.step
         self._drop_saves_ahead(made)
 
     def _drop_saves_ahead(self, made: Round) -> None:
-        """Count no checkpoint of an update that the job goes back from; who has saved it withdraws it."""
+        """Count no checkpoint of an update that the job goes back from. Its writer withdraws it."""
         verdict = made.verdict
+        if verdict.tie:
+            return
         ahead = [rank for rank in verdict.strays if made.rows[rank].step > verdict.step]
-        if ahead and not verdict.tie:
-            self.saved = min(self.saved, verdict.step)
-        if made.quorum.rank in ahead and not verdict.tie:
-            self.agreed, self.saved_corrupt = verdict.step, True
+        if ahead:
+            self.saved_step = min(self.saved_step, verdict.step)
+        if made.quorum.rank in ahead:
+            self.agreed_step = verdict.step
+            self.saved_corrupt = True
 
-    def hear(self, step: int) -> None:
-        """Learn that others hold the state after `step` updates."""
-        self.seen = max(self.seen, step)
+    def note_seen(self, step: int) -> None:
+        """Learn that other groups hold the state after `step` updates."""
+        self.seen_step = max(self.seen_step, step)
 
     def leave(self) -> None:
         """All ranks of the group have agreed to leave."""
@@ -117,39 +129,45 @@ class Position:
         """Hold the initial state, or that of a checkpoint after `step` updates."""
         self.step = step
 
-    def restore(self, lineage: int) -> None:
-        """Take over a checkpoint's lineage."""
+    def restore_lineage(self, lineage: int) -> None:
+        """Take over the lineage of a checkpoint."""
         self.lineage = lineage
 
     def advance(self, update: Update) -> None:
         """Count an update, live or replayed, as part of the state."""
-        self.step, self.lineage, self.digest, self.training = update.step, update.lineage, 0, True
-        self.seen = max(self.seen, update.step)
+        self.step = update.step
+        self.lineage = update.lineage
+        self.digest = 0
+        self.training = True
+        self.seen_step = max(self.seen_step, update.step)
 
-    def exclude(self, slots: Sequence[int], own: int) -> None:
-        """Count that the step under way is made without the gradients of the groups `slots`."""
+    def note_excluded(self, slots: Sequence[int], own: int) -> None:
+        """Note which groups' gradients the step under way is made without."""
         self.exclusions = self.exclusions + 1 if own in slots else 0
 
     def load(self, step: int, lineage: int) -> None:
         """Hold a donor's state."""
-        self.step, self.lineage, self.digest, self.corrupt = step, lineage, 0, False
+        self.step = step
+        self.lineage = lineage
+        self.digest = 0
+        self.corrupt = False
 
-    def disown(self) -> None:
-        """Mark the state as corrupt: the bytes that were loaded are not the ones that the holders agreed on."""
+    def mark_corrupt(self) -> None:
+        """The loaded bytes are not those that the holders agreed on."""
         self.corrupt = True
 
-    def take_digest(self, digest: int) -> None:
+    def note_digest(self, digest: int) -> None:
         """Note the digest of the state as it is now."""
         self.digest = digest
 
     # Phases
 
-    def wait(self, seconds: float) -> None:
-        """Go on waiting for the job's first step."""
-        self.waited = seconds
+    def note_wait(self, seconds: float) -> None:
+        """Note how long this group has waited for the job's first step."""
+        self.waited_seconds = seconds
 
-    def begin(self) -> None:
-        """Begin to train together with the others."""
+    def mark_training(self) -> None:
+        """The job's first step begins, with the other groups."""
         self.training = True
 
     def fall_behind(self) -> None:
@@ -158,37 +176,39 @@ class Position:
         self.show(Healing())
 
     def finish(self) -> None:
-        """Hold the final state, and stay for those that need it."""
+        """Hold the final state, and stay for the groups that need it."""
         self.standing = Standing.FINISHED
 
     # The heal
 
     def show(self, healing: Healing) -> None:
-        """Let the other groups see where this group's heal is.
+        """Show the other groups where this group's heal is.
 
         Once all ranks have the fetched state, the group claims the step that the replay leads to.
         """
         is_fetched = healing.phase is Phase.REPLAYING
         self.standing = healing.standing
-        self.donor, self.from_step = healing.donor, healing.from_step
+        self.donor = healing.donor
+        self.from_step = healing.from_step
         self.target = healing.target_step if is_fetched else 0
-        self.awaited = healing.others_wait
+        self.others_wait = healing.others_wait
 
-    def be_alone(self, seconds: float) -> None:
-        """Go on without a holder of the state in sight; 0 = one is there."""
-        self.alone = seconds
+    def note_alone(self, seconds: float) -> None:
+        """Note how long no holder of the state has been in sight; 0 = one is."""
+        self.alone_seconds = seconds
 
     def roll_back(self) -> None:
         """Take this group's own state, the latest that is left, for the job's."""
         self.show(Healing(Phase.READY))
-        self.seen = self.step
+        self.seen_step = self.step
 
     # Checkpoints
 
     def note_saved(self, step: int) -> None:
         """Count a complete checkpoint."""
-        self.saved = step
+        self.saved_step = step
 
     def withdraw_saved(self) -> None:
-        """Count no checkpoint of a corrupt state; a group that holds the job's state saves again."""
-        self.saved, self.saved_corrupt = min(self.saved, self.agreed), False
+        """Count no checkpoint of a corrupt state. A group with the job's state saves again."""
+        self.saved_step = min(self.saved_step, self.agreed_step)
+        self.saved_corrupt = False

@@ -1,6 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a group reports in a round: its contribution, and the row that it sends once the quorum is known."""
+"""A group's report in a round: its contribution, and the row that it sends once the quorum is
+known.
+
+See docs/exchange.md.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,18 @@ from titan_ft.protocol.row import Row, Standing, Why
 
 @dataclass(frozen=True)
 class Contribution:
-    """What this rank adds to the step besides gradients.
+    """This rank's part of an update besides its gradients.
 
     Attributes:
         valid_tokens, tokens: of the whole group; see `Row`.
         loss: the group's loss sum / nominal tokens of a step of all groups.
         max_loss: largest mean loss of one of the group's ranks.
-        seconds: that the group's slowest rank spent on it.
-        entries: the batches that it was made of, as this rank read them.
-        early: the group has steps of its round left, and would rather make these.
-        changed: there are gradients although none of these batches made them.
-        doing: what the group spent most of the time on until the gradients were there.
+        seconds: time that the group's slowest rank spent on the part.
+        entries: the batches that the part was made of, as this rank read them.
+        unfinished: the group has steps of its round left, and would rather make these.
+        has_earlier_changes: the group gives changes of earlier rounds, although it trained none of
+            this round's batches.
+        activity: what the group spent most of the time on.
     """
 
     valid_tokens: int = 0
@@ -34,17 +39,17 @@ class Contribution:
     max_loss: float = 0.0
     seconds: float = 0.0
     entries: tuple[Entry, ...] = ()
-    early: bool = False
-    changed: bool = False
-    doing: Why = Why.COMPUTING
+    unfinished: bool = False
+    has_earlier_changes: bool = False
+    activity: Why = Why.COMPUTING
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """True if this group trained nothing for this update."""
-        return not (self.entries or self.tokens or self.changed)
+        return not (self.entries or self.tokens or self.has_earlier_changes)
 
     def plus(self, other: Contribution) -> Contribution:
-        """Add what further microbatches contribute."""
+        """Return the sum of this contribution and that of further microbatches."""
         return Contribution(
             valid_tokens=self.valid_tokens + other.valid_tokens,
             tokens=self.tokens + other.tokens,
@@ -52,7 +57,7 @@ class Contribution:
             max_loss=max(self.max_loss, other.max_loss),
             seconds=self.seconds + other.seconds,
             entries=self.entries + other.entries,
-            doing=self.doing,
+            activity=self.activity,
         )
 
 
@@ -60,22 +65,22 @@ NOTHING = Contribution()
 
 
 class GradientUse(enum.Enum):
-    """What a group does with the gradients that it has computed. Equal on all its ranks."""
+    """What a group does with its gradients in a round. Equal on all its ranks."""
 
     GIVE = enum.auto()
-    REST = enum.auto()  # keeps them back: the step cannot be committed now
-    LEAVE_OUT = enum.auto()  # they are not finite
-    FORCE = enum.auto()  # gives them although they are not finite, because nobody has others
-    OPEN = enum.auto()  # has none yet: the round is for those that missed the update before it
+    HOLD_BACK = enum.auto()  # keeps them, because the step cannot be committed now
+    LEAVE_OUT = enum.auto()  # keeps them, because they are not finite
+    FORCE = enum.auto()  # gives them although they are not finite, because no group has finite ones
+    OPEN = enum.auto()  # has none yet: the round is for groups that missed the last update
 
     @property
     def gives(self) -> bool:
-        """Whether they go into the exchange."""
+        """True if the gradients go into the exchange."""
         return self in (GradientUse.GIVE, GradientUse.FORCE)
 
 
 class LeaveRequest(Protocol):
-    """Knows whether this rank was told to leave; any thread may read it."""
+    """Knows whether this rank got a leave request. Any thread may read it."""
 
     @property
     def requested(self) -> bool:
@@ -84,59 +89,68 @@ class LeaveRequest(Protocol):
 
 @dataclass(frozen=True)
 class RoundReport:
-    """A group's report to one round. Only the quorum's answer and the time are missing (`complete`).
+    """A group's report to one round. `complete` adds the quorum's answer and the times.
 
     Attributes:
-        facts: the row of a group whose claim to the job's state holds and that contributes nothing.
-        contribution, use: what the group trained, and whether its gradients are in the exchange.
-        newest_step: a member with more updates than this voids the claim (`Position.newest_step`).
-        began: when this rank had nothing more to do for this round but to wait, in seconds of its
-            clock; infinite where it trains while the exchange is under way.
-        joining: why the others wait for this group while it lacks the state.
-        leave: read when the row is made. A SIGTERM that comes while the gradients are summed is in
-            this row then, and the group may leave after this round.
+        facts: the row of a group whose claim to the job's state holds, and that contributes
+            nothing.
+        contribution: what the group trained.
+        use: what the group does with its gradients.
+        newest_step: a member with more updates voids the claim (`Position.newest_step`).
+        idle_since: when this rank had nothing more to do for this round but wait, in seconds of its
+            clock; infinite if it trains while the exchange is under way.
+        joining_reason: why the others wait for this group while it lacks the state.
+        leave: read when the row is made. So a SIGTERM that comes while the gradients are summed is
+            in this row, and the group may leave after this round.
     """
 
     facts: Row
     contribution: Contribution
     use: GradientUse
     newest_step: int
-    began: float
-    joining: Why
+    idle_since: float
+    joining_reason: Why
     leave: LeaveRequest
 
-    def complete(self, quorum: Quorum, gave: bool, came: float) -> tuple[list[float], bytes]:
-        """Return this member's row and message.
+    def complete(self, quorum: Quorum, gave: bool, ready_at: float) -> tuple[list[float], bytes]:
+        """Return this member's row and message. The exchange's thread calls this.
 
         Args:
             gave: this rank's gradients are in the sums.
-            came: when this rank's part of the exchange was there, in seconds of its clock.
+            ready_at: when this rank's part of the exchange was ready, in seconds of its clock.
         """
-        facts, use = self.facts, self.use
-        claims = facts.has_state and quorum.max_step <= self.newest_step
-        rests = claims and use is GradientUse.REST and not self.contribution.empty
-        given = self.contribution if gave or rests else NOTHING
-        opens = use is GradientUse.OPEN
-        came = max(quorum.ready, quorum.asked if opens else came)
-        trains = bool(facts.training and claims)
+        facts = self.facts
+        opens = self.use is GradientUse.OPEN
+        claim_holds = facts.has_state and quorum.max_step <= self.newest_step
+        has_gradients = not self.contribution.is_empty
+        holds_back = claim_holds and self.use is GradientUse.HOLD_BACK and has_gradients
+        # A group that holds its gradients back still reports its tokens, so that the others know
+        # that the step can be committed with them.
+        given = self.contribution if gave or holds_back else NOTHING
+        trains = bool(facts.training and claim_holds)
+        standing = facts.standing
+        if facts.has_state and not claim_holds:
+            standing = Standing.BEHIND
+        # In an opening round this group has no part of its own: it was ready when it asked.
+        ready = max(quorum.ready, quorum.asked if opens else ready_at)
         row = replace(
             facts,
-            standing=facts.standing if claims or not facts.has_state else Standing.BEHIND,
+            standing=standing,
             valid_tokens=given.valid_tokens,
             tokens=given.tokens,
             loss=given.loss,
             max_loss=given.max_loss,
             seconds=given.seconds,
             leaving=self.leave.requested,
-            forced=use is GradientUse.FORCE,
-            excluded=use is GradientUse.LEAVE_OUT,
-            resting=rests,
+            forced=self.use is GradientUse.FORCE,
+            excluded=self.use is GradientUse.LEAVE_OUT,
+            holding_back=holds_back,
             training=trains,
-            opening=claims and opens,
-            early=claims and self.contribution.early,
-            asked=quorum.answered - quorum.asked,
-            came=came - quorum.answered,
-            connecting=max(quorum.answered, self.began) < quorum.ready,
-            doing=self.contribution.doing if trains else self.joining,
+            opening=claim_holds and opens,
+            unfinished=claim_holds and self.contribution.unfinished,
+            asked_before_seconds=quorum.answered - quorum.asked,
+            ready_after_seconds=ready - quorum.answered,
+            connecting=max(quorum.answered, self.idle_since) < quorum.ready,
+            activity=self.contribution.activity if trains else self.joining_reason,
         )
         return row.encode(), encode(given.entries)

@@ -26,8 +26,8 @@ MIN_SILENT_HEARTBEATS = 4
 _REPORT_AGAIN_FACTOR = 4.0
 """A lost group is reported again when its silence is this many times that of the last report.
 
-A group that is being restarted is silent too, so `GroupFold.find_silence` ignores a report during a restart.
-If the host is lost during that restart, only another report shows the loss.
+A group that is being restarted is silent too, so `GroupFold.find_silence` ignores a report during a
+restart. If the host is lost during that restart, only another report shows the loss.
 """
 _NUM_RECENT_STEPS = 8
 
@@ -165,7 +165,11 @@ class Roll:
         return changes
 
     def _note_heartbeats(
-        self, ages: Mapping[int, float], started: Mapping[int, float], now: float, limit: float
+        self,
+        ages: Mapping[int, float],
+        started: Mapping[int, float],
+        now: float,
+        limit: float,
     ) -> None:
         for slot, age in ages.items():
             if slot == self._own:

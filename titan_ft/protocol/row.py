@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The facts that the groups exchange in every round.
 
-Each member writes one row of facts; the exchange gathers them, so that every member reads all of them.
-What follows from them is in `decision.py`.
+Each member writes one row of facts. The exchange gathers the rows, so every member reads all of
+them. `verdict.py` judges the rows, and `decision.py` decides what a group does next.
+
+See docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-_FLOATS = frozenset(("loss", "max_loss", "waited", "seconds", "asked", "came"))
+_FLOATS = frozenset(
+    (
+        "loss",
+        "max_loss",
+        "waited_seconds",
+        "seconds",
+        "asked_before_seconds",
+        "ready_after_seconds",
+    ),
+)
 
 
 class Standing(IntEnum):
@@ -25,76 +36,88 @@ class Standing(IntEnum):
     BEHIND = 0  # lacks the state and asks holders for it
     CATCHING_UP = 1  # fetches the state and queues the reduced gradients meanwhile
     READY = 2  # has the state and trains
-    FINISHED = 3  # has the final state and stays for those that still need it
+    FINISHED = 3  # has the final state and stays for the groups that still need it
 
     @property
     def has_state(self) -> bool:
-        """Say whether a member of this standing claims to hold the job's state."""
+        """True if a member of this standing claims to hold the job's state."""
         return self >= Standing.READY
 
 
 class Why(IntEnum):
-    """Why the others waited for a group: what it did before it came to the exchange, or why it did not come."""
+    """Why the other groups waited for a group: its activity before the exchange, or its absence."""
 
     COMPUTING = 0  # forward and backward
     LOADING = 1  # reading its batches
-    BETWEEN_STEPS = 2  # saving, validating, or whatever else stands between two steps
+    BETWEEN_STEPS = 2  # saving, validating, or other work between two steps
     CONNECTING = 3  # building its process group
     CATCHING_UP = 4  # fetching, loading or replaying the state
-    ASKED = 5  # the same, and it asked the others to wait: its queue is full
+    ASKED = 5  # catching up, and the group asked the others to wait, because its queue is full
     LOST = 6  # its process is gone
     LEFT = 7  # it left in order
-    TOO_FEW = 8  # without it there are fewer than `min_replica_size`
+    TOO_FEW = 8  # without the group, fewer than `min_replica_size` are present
 
     @property
     def joins(self) -> bool:
-        """True for a group that lacks the state and gets it."""
+        """True for a group that lacks the state and fetches it."""
         return self in (Why.CATCHING_UP, Why.ASKED)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One member's facts. Every field travels as a float64, so integers must stay below 2**53.
+    """One member's facts. Every field but `nonfinite` travels as a float64: integers stay below
+    2**53.
+
+    Integer fields without a unit are flags: 1 = true.
 
     Attributes:
-        slot: the member's replica id.
+        slot: the member's slot.
         standing: see `Standing`.
-        step: committed updates that the member's state has, or will have after the replay of what it has fetched.
-        seen: largest number of committed updates that the member knows of.
+        step: committed updates in the member's state; after a fetch, those in the state that the
+            replay leads to.
+        seen_step: largest number of committed updates that the member has heard of.
         lineage: 48-bit hash of the exchanges that made the state (see `descend`).
-        digest: 48-bit hash of the state's bytes on all ranks of the group; 0 = not taken at this step.
-        valid_tokens: tokens with a label that the member's loss counts: its weight in the mean. 0 = no gradient.
-        tokens: all tokens of its batches.
-        loss: its loss sum, scaled by 1 / (nominal tokens of all groups together).
-        max_loss: largest mean loss of one of its ranks.
-        donor: slot of the donor that a member which is catching up names; -1 = none at the moment.
-        from_step: committed updates in the state that it fetches there.
-        waited: seconds that the member has waited for the job's first step.
-        awaited: whether the others must wait until the member has fetched the state, or replayed what it has queued; it
-            queues no more updates.
-        seconds: that the member's slowest rank spent on its own part of the step.
-        saved: step of the latest checkpoint that the member knows to be complete.
-        leaving: whether the member was told to leave and will be gone after this exchange, if it is committed.
-        forced: whether it adds them all the same, because nobody had finite ones.
-        excluded: whether the member leaves its gradients out of this step because one of its ranks had such.
-        resting: whether the member has gradients and keeps them back until the step can be committed.
-        training: whether the member has begun to train; one that has not waits for the job's first step.
-        opening: whether the member has just made an update and gives nothing in this round, which is for those that
-            missed it; only with a semi-synchronous method.
-        early: whether the member has steps of its round left, which it makes unless others are at the end of theirs.
-        asked: seconds from the member's request for the quorum to its answer. The answer comes to all members at once,
-            so that these seconds and the next compare without a common clock.
-        came: seconds from that answer until the member's part of the exchange and its process group were there.
-        connecting: whether it had to wait for its process group.
-        doing: what it did until its part was there (`Why`).
-        nonfinite: whether this rank's gradients, which are in the sum, have an inf or a NaN. It is not among
-            the floats: the exchange looks at the sums (`Reduced.spoiled`), the host would have to wait for that alone.
+        digest: 48-bit hash of the state's bytes on all ranks of the group; 0 = not taken since the
+            last update.
+        valid_tokens: tokens with a label that the member's loss counts: the member's weight in the
+            mean. 0 = the member gives no gradient.
+        tokens: all tokens of the member's batches.
+        loss: the member's loss sum / nominal tokens of all groups together.
+        max_loss: largest mean loss of one of the member's ranks.
+        donor: slot of the donor that a joiner names; -1 = the joiner names none at the moment.
+        from_step: committed updates in the state that the joiner fetches from this donor.
+        waited_seconds: how long the member has waited for the job's first step.
+        others_wait: the others must hold their next update until the member has fetched the state,
+            or has replayed its queue. The member queues no more updates.
+        seconds: time that the member's slowest rank spent on its own part of the step.
+        saved_step: step of the latest complete checkpoint that the member knows of.
+        leaving: the member got a leave request, and is gone after this exchange if it is committed.
+        forced: the member adds its gradients although they are not finite, because no member has
+            finite ones.
+        excluded: the member leaves its gradients out of this step, because they are not finite on
+            one of its ranks.
+        holding_back: the member has gradients, and keeps them until the step can be committed.
+        training: the member has begun to train. One that has not waits for the job's first step.
+        opening: the member has just made an update, gives nothing in this round, and makes it for
+            groups that missed the update. Semi-synchronous methods only.
+        unfinished: the member has steps of its round left. It makes them, unless other members are
+            at the end of theirs.
+        asked_before_seconds: time from the member's quorum request to the lighthouse's answer. All
+            members get the answer at the same moment. So this time and the next one can be compared
+            without a common clock.
+        ready_after_seconds: time from this answer until the member's part of the exchange and its
+            process group were ready.
+        connecting: the member was last because of its process group.
+        activity: what the member did until its part was ready (`Why`).
+        nonfinite: the gradients that this rank gave to the sum have an inf or a NaN. This field is
+            not among the floats. The exchange reads it from the sums (`Reduced.nonfinite`): the
+            host would have to wait for the device once more if it were sent.
     """
 
     slot: int
     standing: Standing
     step: int
-    seen: int = 0
+    seen_step: int = 0
     lineage: int = 0
     digest: int = 0
     valid_tokens: int = 0
@@ -103,59 +126,71 @@ class Row:
     max_loss: float = 0.0
     donor: int = -1
     from_step: int = 0
-    waited: float = 0.0
-    awaited: int = 0
+    waited_seconds: float = 0.0
+    others_wait: int = 0
     seconds: float = 0.0
-    saved: int = 0
+    saved_step: int = 0
     leaving: int = 0
     forced: int = 0
     excluded: int = 0
-    resting: int = 0
+    holding_back: int = 0
     training: int = 0
     opening: int = 0
-    early: int = 0
-    asked: float = 0.0
-    came: float = 0.0
+    unfinished: int = 0
+    asked_before_seconds: float = 0.0
+    ready_after_seconds: float = 0.0
     connecting: int = 0
-    doing: int = Why.COMPUTING
+    activity: int = Why.COMPUTING
     nonfinite: bool = False
 
     def encode(self) -> list[float]:
-        """Return the row as floats, in field order; without `nonfinite`."""
+        """Return the fields as floats, in their order, without `nonfinite`."""
         return [float(value) for value in _read_fields(self)]
 
     @staticmethod
     def decode(values: Sequence[float], nonfinite: bool) -> Row:
-        """Rebuild a row from `encode`'s floats, and from what the exchange saw in the gradients."""
+        """Rebuild a row from `encode`'s floats.
+
+        Args:
+            nonfinite: the exchange found an inf or a NaN in the member's gradients.
+        """
         facts: list[Any] = [kind(value) for kind, value in zip(_KINDS, values, strict=True)]
-        slot, standing, *rest = *facts, nonfinite
+        slot, standing, *rest = [*facts, nonfinite]
         return Row(slot, Standing(standing), *rest)
 
     @property
     def has_state(self) -> bool:
-        """Say whether the member claims to hold the job's state."""
+        """True if the member claims to hold the job's state."""
         return self.standing.has_state
 
     @property
+    def asks_for_state(self) -> bool:
+        """True if the member lacks the state and fetches it from no donor yet."""
+        return not self.has_state and self.donor < 0
+
+    @property
     def reason(self) -> Why:
-        """Return why others wait for the member, if they do: its activity until its part was there."""
-        return Why(self.doing)
+        """Why the others wait for the member, if they do."""
+        return Why(self.activity)
 
 
-_NAMES = tuple(field.name for field in dataclasses.fields(Row))[:-1]  # those that travel
+_NAMES = tuple(field.name for field in dataclasses.fields(Row))[:-1]  # all but `nonfinite`
 _KINDS: tuple[type, ...] = tuple(float if name in _FLOATS else int for name in _NAMES)
 _read_fields = operator.attrgetter(*_NAMES)
 
 
 def descend(lineage: int, quorum_key: str, step: int, made_of: str = "") -> int:
-    """Return the lineage of the state that update `step`, exchanged in the quorum `quorum_key`, makes of `lineage`.
+    """Return the lineage of the state after update `step`, which was exchanged in one quorum.
 
-    Groups may decide differently about one exchange. If one that committed is then left out of the quorum, the others
-    repeat the step without it and two states of the same step exist. Their lineages differ: also if they repeat it with
-    all of them, in a quorum of the same number, for a lighthouse that starts again counts from the beginning.
+    Groups may decide differently about one exchange. Suppose that one group commits, and is then
+    missing in the next quorum. The other groups repeat the step without it, so two states of the
+    same step exist. Their lineages differ. They differ too if the step is repeated with all groups
+    in a quorum of the same number: a restarted lighthouse counts from the beginning.
 
     Args:
-        made_of: who has given what to the update.
+        lineage: of the state before the update.
+        quorum_key: name of the quorum among all quorums of the job.
+        made_of: the contributors and their batches.
     """
     return fold48(f"{lineage}/{quorum_key}/{step}/{made_of}")
 

@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The shape of a group: what must be equal in all groups, beside the config, for their exchange to make sense.
+"""The shape of a group: everything besides the config that must be equal in all groups.
 
-Rank i of each group sums buffers with rank i of the others. With another number of ranks, another sharding or another
-model the buffers have other sizes, or the same sizes and other contents; Gloo ends the process over the former, and
-nobody notices the latter. The config does not show it: a shard degree of -1 means as many ranks as were started.
+Rank i of each group sums buffers with rank i of the others. With another number of ranks, another
+sharding or another model, the buffers have other sizes, or the same sizes and other contents. Gloo
+ends the process over other sizes, and nobody notices other contents. The config does not show the
+difference: a shard degree of -1 means as many ranks as were started.
 
 A shape is text, so that it can be part of a group's name at the lighthouse:
 `4r.dp_shard2.tp2;torch=2.13.0;torchtitan=0.2.2;titan_ft=0.1.0;layout=0123456789ab`.
@@ -22,28 +23,42 @@ _DEGREE = re.compile(r"([a-z_]+)(\d+)")
 
 @dataclass(frozen=True)
 class Difference:
-    """What two shapes do not have in common, in words: of one, of the other, and how to make them equal."""
+    """A difference of two shapes, in words.
+
+    Attributes:
+        own, other: what each of the two groups has.
+        remedy: how to make them equal.
+    """
 
     own: str
     other: str
     remedy: str
 
 
-def describe_shape(num_ranks: int, degrees: Mapping[str, int], versions: Mapping[str, str], layout: int) -> str:
+def describe_shape(
+    num_ranks: int,
+    degrees: Mapping[str, int],
+    versions: Mapping[str, str],
+    layout: int,
+) -> str:
     """Return the shape of a group.
 
     Args:
-        degrees: of each parallel dimension.
-        versions: of the packages that decide what a rank computes and sends.
+        degrees: degree of each parallel dimension, by name.
+        versions: versions of the packages that decide what a rank computes and sends, by name.
         layout: 48-bit hash of the parameters on all ranks of the group.
     """
     mesh = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
-    parts = [f"{name}={version}" for name, version in versions.items()]
-    return ";".join([".".join([f"{num_ranks}r", *mesh]), *parts, f"{_LAYOUT}={layout:012x}"])
+    ranks = ".".join([f"{num_ranks}r", *mesh])
+    packages = [f"{name}={version}" for name, version in versions.items()]
+    return ";".join([ranks, *packages, f"{_LAYOUT}={layout:012x}"])
 
 
 def shape_differences(own: str, other: str, *, same_config: bool) -> list[Difference]:
-    """Return in what two shapes differ; empty if they are the same, or if the config is what makes them differ."""
+    """Return the differences of two shapes.
+
+    The list is empty if the shapes are the same, or if only the config makes them differ.
+    """
     ranks, facts = _parse(own)
     other_ranks, other_facts = _parse(other)
     found = []
@@ -53,11 +68,20 @@ def shape_differences(own: str, other: str, *, same_config: bool) -> list[Differ
     for name in dict.fromkeys((*facts, *other_facts)):
         one, another = facts.get(name, "none"), other_facts.get(name, "none")
         if one != another and name != _LAYOUT:
-            found.append(Difference(f"{name} {one}", f"{name} {another}", f"the same version of {name}"))
-    # Config, ranks, degrees and versions decide the layout: it matters only if they are the same.
+            remedy = f"the same version of {name}"
+            found.append(Difference(f"{name} {one}", f"{name} {another}", remedy))
+    # Config, ranks, degrees and versions decide the layout. So it matters only if they are the
+    # same.
     if own != other and same_config and not found:
-        said = f"parameters of layout {facts.get(_LAYOUT)} (names, sizes, dtypes and order on all ranks)"
-        found.append(Difference(said, f"parameters of layout {other_facts.get(_LAYOUT)}", "the same code of the model"))
+        layout, other_layout = facts.get(_LAYOUT), other_facts.get(_LAYOUT)
+        details = "(names, sizes, dtypes and order on all ranks)"
+        found.append(
+            Difference(
+                f"parameters of layout {layout} {details}",
+                f"parameters of layout {other_layout}",
+                "the same code of the model",
+            ),
+        )
     return found
 
 
@@ -70,6 +94,8 @@ def _ranks_in_words(text: str) -> str:
     """Turn `4r.dp_shard2.tp2` into words."""
     ranks, *mesh = text.split(".")
     number = ranks.removesuffix("r")
-    said = f"{number} rank{'' if number == '1' else 's'}"
+    words = "1 rank" if number == "1" else f"{number} ranks"
+    if not mesh:
+        return words
     degrees = ", ".join(_DEGREE.sub(r"\1 \2", degree) for degree in mesh)
-    return f"{said} ({degrees})" if mesh else said
+    return f"{words} ({degrees})"

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tell which groups keep the others waiting, from each group's own time of every step."""
+"""Find the groups that keep the others waiting, by each group's own time of every step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 FACTOR, STEPS = 1.5, 5
-"""A group is reported as slow from so many slow steps in a row on. One step that is slow has many harmless reasons (a
-checkpoint, an evaluation, a collection of garbage); a lasting third is a sick GPU, link or disk, which only a report
-shows. The report changes nothing, so that nobody has to tune it."""
+"""A group is reported as slow if it takes `FACTOR` times the usual time, `STEPS` steps in a row.
+
+A single slow step has many harmless causes, such as a checkpoint, an evaluation or a collection of
+garbage. A lasting slowdown comes from a sick GPU, link or disk, and only a report shows it. The
+report changes nothing in the training, so users need not tune these numbers."""
 
 
 @dataclass(frozen=True)
 class StragglerChange:
-    """A group that became a straggler at this step, or is none any more.
+    """A group became a straggler at this step, or stopped being one.
 
     Attributes:
-        ratio: its seconds of this step / median of the others' seconds.
+        ratio: the group's seconds of this step / median of the others' seconds.
+        recovered: the group stopped being a straggler.
     """
 
     slot: int
@@ -34,10 +37,12 @@ class _Record:
 
 
 class Stragglers:
-    """Compares the groups' own seconds step by step. Groups that saw the same steps come to the same answers.
+    """Compares the groups' own seconds step by step. Training thread only.
 
-    A group is a straggler when it was slower than `factor` times the median of the others for `steps` steps in a row,
-    and none any more after as many steps in a row in which it was not: one good step among bad ones is no news.
+    A group becomes a straggler when it is slower than `factor` times the median of the others for
+    `steps` steps in a row. It stops being one after as many steps in a row in which it is not
+    slower: one good step among bad ones changes nothing. Groups that saw the same steps find the
+    same stragglers.
 
     Args:
         factor: >= 1.
@@ -48,22 +53,27 @@ class Stragglers:
         self._factor, self._steps = factor, steps
         self._records: dict[int, _Record] = {}
         self.ratios: dict[int, float] = {}
-        """Of the last step, by slot: own seconds / median of the others'. Empty with one group."""
+        """Own seconds / median of the others' in the last step, by slot. Empty with one group."""
 
     def observe(self, seconds: Mapping[int, float]) -> list[StragglerChange]:
-        """Take the seconds of one step by slot, of the groups that contributed to it; returns what changed, by slot.
+        """Take in one step, and return the changes in order of slot.
 
-        An absent group is forgotten: what it will be when it is back says nothing about what it was.
+        An absent group is forgotten: its speed before a restart says nothing about its speed after
+            it.
+
+        Args:
+            seconds: by slot, the group's own time of the step, for the groups that contributed.
         """
         self.ratios = _ratios(seconds)
         self._records = {slot: self._records.get(slot, _Record()) for slot in self.ratios}
         changes = []
         for slot, record in sorted(self._records.items()):
-            slow = self.ratios[slot] > self._factor
-            record.streak = record.streak + 1 if slow != record.straggler else 0
+            is_slow = self.ratios[slot] > self._factor
+            record.streak = record.streak + 1 if is_slow != record.straggler else 0
             if record.streak >= self._steps:
-                record.straggler, record.streak = slow, 0
-                changes.append(StragglerChange(slot, self.ratios[slot], recovered=not slow))
+                record.straggler = is_slow
+                record.streak = 0
+                changes.append(StragglerChange(slot, self.ratios[slot], recovered=not is_slow))
         return changes
 
 
@@ -73,5 +83,6 @@ def _ratios(seconds: Mapping[int, float]) -> dict[int, float]:
     ratios = {}
     for slot, own in seconds.items():
         median = statistics.median(value for other, value in seconds.items() if other != slot)
-        ratios[slot] = own / median if median > 0 else 1.0  # a clock that did not move means nothing
+        # A clock that did not move says nothing about the group.
+        ratios[slot] = own / median if median > 0 else 1.0
     return ratios

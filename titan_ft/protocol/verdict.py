@@ -1,6 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the rows of one exchange mean: who holds the job's state, and whose gradient counts."""
+"""The meaning of the rows of one exchange: who holds the job's state, and whose gradients count.
+
+Pure functions of the rows. All members judge the same rows, and come to the same verdict.
+
+See docs/exchange.md.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +18,31 @@ from titan_ft.protocol.row import Row, Standing
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rows of one exchange mean. Ranks are those of the quorum.
+    """The meaning of the rows of one exchange. Ranks are those of the quorum.
 
     Attributes:
-        step: committed updates that the holders' state has; the exchange makes the next one.
+        step: committed updates in the holders' state. The exchange makes the next one.
         holders: ranks that hold the job's state.
-        strays: ranks that claim to hold it but differ from the majority; they must heal.
-        corrupt: strays whose state has the holders' history and other bytes.
-        tie: the bytes differ and no majority exists.
-        digest: that of the holders' bytes; 0 = none of them has taken it.
-        verified: whether all holders have taken it.
-        doubled: holders that have read data for this step which another one has read too; theirs does not count.
+        strays: ranks that claim to hold the state, and differ from the majority. They must heal.
+        corrupt: the strays whose state has the holders' lineage and other bytes.
+        tie: the bytes differ, and there is no majority.
+        digest: of the holders' bytes; 0 = no holder has taken it.
+        verified: all holders have taken the digest.
+        duplicates: holders that have read data for this step which another holder has read too.
+            Their gradients do not count.
         ready: holders that train on.
-        contributors: those of them whose gradient counts.
-        excluded: those of them whose gradient does not, because it is not finite.
-        resting: those of them that keep theirs back, because the step could not be committed.
-        opening: those of them that make the round for others, right behind an update (`Row.opening`).
-        early: those of them that have steps of their round left (`Row.early`).
-        offering: holders that may offer their state. A holder that has not begun may not do so beside groups that
-            train: its ledger lists no readers.
-        awaited: members whose transfer must end before the next update.
-        valid_tokens, tokens, loss, max_loss: sums (and the largest) over the contributors.
+        contributors: the ready ranks whose gradients count.
+        excluded: the ready ranks that leave their gradients out, because they are not finite.
+        holding_back: the ready ranks that keep their gradients, because the step could not be
+            committed.
+        opening: the ready ranks that have just applied an update, and make this round only for
+            groups that missed it (`Row.opening`).
+        unfinished: the ready ranks that have steps of their round left (`Row.unfinished`).
+        offering: holders that may offer their state. A holder that has not started may not offer
+            while others train: its ledger lists no readers.
+        awaited_joiners: joiners that asked the others to hold their next update.
+        valid_tokens, tokens, loss: sums over the contributors.
+        max_loss: the largest over the contributors.
     """
 
     step: int
@@ -43,45 +52,46 @@ class Verdict:
     tie: bool
     digest: int
     verified: bool
-    doubled: tuple[int, ...]
+    duplicates: tuple[int, ...]
     ready: tuple[int, ...]
     contributors: tuple[int, ...]
     excluded: tuple[int, ...]
-    resting: tuple[int, ...]
+    holding_back: tuple[int, ...]
     opening: tuple[int, ...]
-    early: tuple[int, ...]
+    unfinished: tuple[int, ...]
     offering: tuple[int, ...]
-    awaited: tuple[int, ...]
+    awaited_joiners: tuple[int, ...]
     valid_tokens: int
     tokens: int
     loss: float
     max_loss: float
 
     @property
-    def due(self) -> bool:
-        """Say whether a member has made all of its steps, so that an update may follow."""
-        return not set(self.ready) <= {*self.opening, *self.early}
+    def may_update(self) -> bool:
+        """True if a ready member has made all of its steps, so that this round may be an update."""
+        without_update = {*self.opening, *self.unfinished}
+        return any(rank not in without_update for rank in self.ready)
 
 
-def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) -> Verdict:
-    """Decide from all members' rows who holds the state, and whose gradient counts.
+def judge(rows: Sequence[Row], slots_read: Sequence[Collection[int]] | None = None) -> Verdict:
+    """Judge the rows of all members.
 
     Args:
-        read: slots whose data each member's gradients are made of.
+        slots_read: for each member, the slots whose data its gradients are made of.
     """
     claims = [rank for rank, row in enumerate(rows) if row.has_state]
     step = _find_step(rows, claims)
-    same_lineage = _find_majority_lineage(rows, [rank for rank in claims if rows[rank].step == step])
+    same_step = [rank for rank in claims if rows[rank].step == step]
+    same_lineage = _find_majority_lineage(rows, same_step)
     digest, tie = _find_digest(rows, same_lineage)
-    alike = tuple(rank for rank in same_lineage if rows[rank].digest in (0, digest))
-    holders = () if tie else alike
-    sound = frozenset(holders)  # all members are looked up in it: there may be a thousand
-    doubled = _find_doubled(holders, read or [()] * len(rows))
-    ready = tuple(rank for rank in holders if rows[rank].standing == Standing.READY)
-    contributors = tuple(rank for rank in ready if rows[rank].valid_tokens > 0 and rank not in doubled)
-    joiners = [rank for rank, row in enumerate(rows) if row.standing == Standing.CATCHING_UP]
-    train = max((rows[rank].training for rank in holders), default=0)
-    verified = bool(holders) and all(rows[rank].digest for rank in holders)
+    # A rank that has taken no digest counts as one with the right bytes.
+    same_bytes = tuple(rank for rank in same_lineage if rows[rank].digest in (0, digest))
+    holders = () if tie else same_bytes
+    # A set: each member is looked up, and there may be a thousand.
+    sound = frozenset(holders)
+    duplicates = _find_duplicates(holders, slots_read or [()] * len(rows))
+    ready = tuple(rank for rank in holders if rows[rank].standing is Standing.READY)
+    contributors = _find_contributors(rows, ready, duplicates)
     return Verdict(
         step=step,
         holders=holders,
@@ -89,16 +99,16 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
         corrupt=() if tie else tuple(rank for rank in same_lineage if rank not in sound),
         tie=tie,
         digest=digest,
-        verified=verified,
-        doubled=doubled,
+        verified=bool(holders) and all(rows[rank].digest for rank in holders),
+        duplicates=duplicates,
         ready=ready,
         contributors=contributors,
         excluded=tuple(rank for rank in ready if rows[rank].excluded),
-        resting=tuple(rank for rank in ready if rows[rank].resting),
+        holding_back=tuple(rank for rank in ready if rows[rank].holding_back),
         opening=tuple(rank for rank in ready if rows[rank].opening),
-        early=tuple(rank for rank in ready if rows[rank].early),
-        offering=tuple(rank for rank in holders if rows[rank].training == train),
-        awaited=tuple(rank for rank in joiners if rows[rank].awaited and rows[rank].donor >= 0),
+        unfinished=tuple(rank for rank in ready if rows[rank].unfinished),
+        offering=_find_offering(rows, holders),
+        awaited_joiners=_find_awaited_joiners(rows),
         valid_tokens=sum(rows[rank].valid_tokens for rank in contributors),
         tokens=sum(rows[rank].tokens for rank in contributors),
         loss=sum(rows[rank].loss for rank in contributors),
@@ -106,78 +116,121 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
     )
 
 
-def spoiled(rows: Sequence[Row]) -> list[int]:
-    """Return the slots whose gradients spoil the sum because they are not finite; none if it may be used.
+def find_sum_spoilers(rows: Sequence[Row]) -> list[int]:
+    """Return the slots whose gradients make the sum useless, because they are not finite.
 
-    It may if all members with gradients have agreed to force theirs: one that does alone must not spoil the others'.
+    The sum may be used if all members with gradients have agreed to force theirs. One member that
+    forces alone must not spoil the gradients of the others.
     """
-    spoilers = [row.slot for row in rows if row.nonfinite]
-    forced = all(row.forced for row in rows if row.valid_tokens or row.excluded)
-    return [] if forced else spoilers
+    for row in rows:
+        has_gradients = row.valid_tokens or row.excluded
+        if has_gradients and not row.forced:
+            return [other.slot for other in rows if other.nonfinite]
+    return []
 
 
 def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
-    """Return how many updates the job's state has: the most that a member claims.
+    """Return the number of updates in the job's state: the most that a member claims.
 
-    Unless more members that train are exactly one update behind: an exchange was complete for the one ahead, and broke
-    for them. They still have their gradients, so it is the one ahead that heals. Not after the last step: it has
-    finished training by then, and would leave. Who has steps of its round left is not of those behind: it may have
-    loaded a state that was offered while the exchange was under way, and what it gave to that is in the update.
+    Exception: if more training members are one update behind than members are ahead, their step is
+    the job's. The exchange was complete for the members ahead, and broke for the others. The groups
+    behind kept their gradients, so the groups ahead heal.
     """
     if not claims:
         return max(row.step for row in rows)
-    most = max(rows[rank].step for rank in claims)
-    ahead = [rows[rank].standing for rank in claims if rows[rank].step == most]
-    behind = [rows[rank] for rank in claims if rows[rank].step == most - 1]
-    rear = sum(bool(row.training and not row.early) for row in behind)
-    return most - 1 if rear > len(ahead) and Standing.FINISHED not in ahead else most
+    latest = max(rows[rank].step for rank in claims)
+    ahead = [rows[rank] for rank in claims if rows[rank].step == latest]
+    # A group ahead that has made the job's last step has finished training, and would leave.
+    if any(row.standing is Standing.FINISHED for row in ahead):
+        return latest
+    num_behind = 0
+    for rank in claims:
+        row = rows[rank]
+        # An unfinished member may have loaded a state that was offered while the exchange was under
+        # way. Its gradients are in the update already.
+        if row.step == latest - 1 and row.training and not row.unfinished:
+            num_behind += 1
+    return latest - 1 if num_behind > len(ahead) else latest
 
 
-def _find_majority_lineage(rows: Sequence[Row], claims: Sequence[int]) -> list[int]:
-    """Return those of `claims` with the most common lineage, of equally common ones the lowest rank's.
+def _find_majority_lineage(rows: Sequence[Row], ranks: Sequence[int]) -> list[int]:
+    """Return the ranks with the most common lineage; if several are, with that of the lowest rank.
 
-    States of different lineage are all good ones, so that any choice that all make alike will do.
+    States of different lineage are all sound. So any choice will do that all members make alike.
     """
-    usual = _most_common([rows[rank].lineage for rank in claims])
-    return [rank for rank in claims if rows[rank].lineage == usual]
+    if not ranks:
+        return []
+    lineages = Counter(rows[rank].lineage for rank in ranks)
+    [(usual, _)] = lineages.most_common(1)
+    return [rank for rank in ranks if rows[rank].lineage == usual]
 
 
 def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int, bool]:
-    """Return the digest of the right bytes (0 = nobody has taken one), and whether there is no majority for any.
+    """Return the digest of the right bytes (0 = no rank has taken one), and whether there is a tie.
 
-    Different bytes of one lineage mean that some are corrupt: only a majority of those that have looked at theirs can
-    tell which. At step 0 nothing is trained yet, so the lowest rank's initial state is as good as any.
+    Different bytes of one lineage mean that some are corrupt. Only a majority of the ranks that
+    took a digest tells which. At step 0 nothing is trained yet: the lowest rank's initial state is
+    as good as any other.
 
-    One that has yet to begin has its state from a checkpoint, and beside groups that train it is no witness for bytes
-    that one of them shows as well: that one may have written it.
+    A group that has not trained yet loaded a checkpoint, perhaps one that a corrupt group wrote. So
+    its digest is no independent vote for bytes that a training group shows as well.
     """
-    shown = [rank for rank in same_lineage if rows[rank].digest]
-    trained = [rows[rank].digest for rank in shown if rows[rank].training]
-    loaded = [rows[rank].digest for rank in shown if not rows[rank].training]
-    digests = trained + sorted({*loaded} - {*trained}) if trained else loaded
-    if not digests:
+    trained: list[int] = []
+    loaded: list[int] = []
+    for rank in same_lineage:
+        row = rows[rank]
+        if row.digest:
+            (trained if row.training else loaded).append(row.digest)
+    # Beside groups that train, each loaded digest counts once, and only if no trained group shows
+    # it.
+    votes = trained + sorted({*loaded} - {*trained}) if trained else loaded
+    if not votes:
         return 0, False
-    (digest, most), *others = Counter(digests).most_common(2)
-    tie = any(count == most for _, count in others)
-    return digest, tie and rows[same_lineage[0]].step > 0
+    (digest, most), *others = Counter(votes).most_common(2)
+    is_tied = any(count == most for _, count in others)
+    is_initial = rows[same_lineage[0]].step == 0
+    return digest, is_tied and not is_initial
 
 
-def _find_doubled(holders: Sequence[int], read: Sequence[Collection[int]]) -> tuple[int, ...]:
-    """Return the holders that have read what another one has read too, all but one of each such set.
+def _find_duplicates(
+    holders: Sequence[int],
+    slots_read: Sequence[Collection[int]],
+) -> tuple[int, ...]:
+    """Return the holders that read a slot which another holder keeps.
 
-    A group may come back to a step in which another one has taken its slot over and still waits to commit. The group
-    that has read most keeps its gradients: the other one has read its own slot only.
+    A group may come back to a step in which another group has taken over its slot and still waits
+    to commit. The group that has read the most slots keeps its gradients: the group that came back
+    has read its own slot only.
     """
     taken: set[int] = set()
-    doubled = []
-    for rank in sorted(holders, key=lambda rank: (-len(read[rank]), rank)):
-        if taken.isdisjoint(read[rank]):
-            taken.update(read[rank])
+    duplicates = []
+    most_slots_first = sorted(holders, key=lambda rank: (-len(slots_read[rank]), rank))
+    for rank in most_slots_first:
+        if taken.isdisjoint(slots_read[rank]):
+            taken.update(slots_read[rank])
         else:
-            doubled.append(rank)
-    return tuple(sorted(doubled))
+            duplicates.append(rank)
+    return tuple(sorted(duplicates))
 
 
-def _most_common(values: list[int]) -> int:
-    """Return the most common value, of equally common ones the first; 0 if there is none."""
-    return Counter(values).most_common(1)[0][0] if values else 0
+def _find_contributors(
+    rows: Sequence[Row],
+    ready: Sequence[int],
+    duplicates: Collection[int],
+) -> tuple[int, ...]:
+    return tuple(rank for rank in ready if rows[rank].valid_tokens > 0 and rank not in duplicates)
+
+
+def _find_offering(rows: Sequence[Row], holders: Sequence[int]) -> tuple[int, ...]:
+    """Return the holders that train; if none does, all holders."""
+    training = tuple(rank for rank in holders if rows[rank].training)
+    return training or tuple(holders)
+
+
+def _find_awaited_joiners(rows: Sequence[Row]) -> tuple[int, ...]:
+    awaited = []
+    for rank, row in enumerate(rows):
+        fetches = row.standing is Standing.CATCHING_UP and row.donor >= 0
+        if fetches and row.others_wait:
+            awaited.append(rank)
+    return tuple(awaited)

@@ -117,7 +117,7 @@ class LocalTraining:
         trainer, started = self._trainer, time.monotonic()
         per_call = batches_per_call(trainer)
         num_batches = trainer.gradient_accumulation_steps * per_call
-        readings = [self._feed.read(slot, num_batches, work.read(slot)) for slot in slots]
+        readings = [self._feed.read(slot, num_batches, work.count_batches(slot)) for slot in slots]
         loading = time.monotonic() - started
         work.inner_steps = 1  # only now: without data it is none
         microbatches = [batch for reading in readings for batch in reading.batches]

@@ -189,7 +189,7 @@ def validate_updates(trainer: HostTrainer, strategy: StepStrategy) -> None:
     validate, should_validate = trainer.validator.validate, trainer.validator.should_validate
 
     def validate_and_shard(*args: Any, **kwargs: Any) -> None:
-        with strategy.lent():
+        with strategy.lend_agreed_weights():
             validate(*args, **kwargs)
             for part in trainer.model_parts:
                 for module in part.modules():

@@ -82,7 +82,7 @@ from titan_ft.engine.round_strategy import RoundStrategy
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.strategy import StepStrategy
 from titan_ft.faults.catalogue import make_fault
-from titan_ft.gradients.bucket import Count
+from titan_ft.gradients.bucket import CountBuffer
 from titan_ft.gradients.flight import Flight
 from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
@@ -423,8 +423,8 @@ def install_faults() -> None:
     after(Rendezvous, "_exchange_texts", lambda *_: WORKER.at("rendezvous"))
     before(Membership, "vote", lambda *_: WORKER.at("vote_before"))
     after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
-    before(StepStrategy, "apply", lambda _, update: WORKER.at("replay" if update.sums.is_kept else "commit"))
-    after(StepStrategy, "apply", lambda _, update: None if update.sums.is_kept else WORKER.at("optimizer"))
+    before(StepStrategy, "apply", lambda _, update: WORKER.at("replay" if update.sums.is_copy else "commit"))
+    after(StepStrategy, "apply", lambda _, update: None if update.sums.is_copy else WORKER.at("optimizer"))
     after(state_fetch._DonorConnection, "request", request)
     after(StateServer, "_answer", answer)
     after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))  # the data is there, the metadata is not
@@ -520,7 +520,7 @@ def install_records(folder: Path) -> None:
             torch.save(parameters, folder / f"{moment}-{name}.pt")
 
     def dump_anchors(strategy: RoundStrategy, update: Update) -> None:
-        with strategy.outer.lent():
+        with strategy.outer.lend_to_model():
             dump(strategy._training, f"round-{update.step}")
 
     def whole(value: torch.Tensor) -> torch.Tensor:
@@ -540,7 +540,7 @@ def install_experts() -> None:
     name = "{replica}-{rank}".format(**SETTINGS)
 
     def count(sums: Sums, *_: Any) -> None:
-        parts = [part for bucket in sums._buckets for part in bucket.parts if isinstance(part, Count)]
+        parts = [part for bucket in sums._buckets for part in bucket.parts if isinstance(part, CountBuffer)]
         with (WORKER.markers / f"counts-{name}.jsonl").open("a") as file:
             file.write(json.dumps([part.buffer.sum().item() for part in parts]) + "\n")
 

@@ -270,7 +270,7 @@ def test_a_rank_that_may_not_leave_yet_tells_its_siblings_later(trees: Trees, nu
     group = trees.connect_group(num_ranks)
     ranks = build_group(group)
     told = ranks[-1]
-    told.begin()
+    told.mark_busy()
     told.request()
     for may_leave in (False, False, True):
         for rank in ranks:
@@ -292,7 +292,7 @@ def test_all_ranks_leave_after_the_same_vote(trees: Trees, told: int) -> None:
 
         def train(rank: int, group: list[ControlTree] = group, trial: int = trial) -> int:
             made = build(group[rank], rank, 3)
-            made.begin()
+            made.mark_busy()
             if rank == told:
                 threading.Timer(0.01 + trial * 0.003, made.request).start()
             for votes in range(1, 100_000):

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from titan_ft.engine.fragments import block_of, cut, find, unknown
+from titan_ft.engine.fragments import assign, block_of, find, find_unknown
 
 LLAMA = {
     "tok_embeddings.weight": 70,
@@ -21,7 +21,7 @@ LLAMA = {
 @pytest.mark.parametrize("num_fragments", range(1, 9))
 def test_fragments_are_of_whole_blocks_and_about_equal(num_fragments: int) -> None:
     """None has more than the largest block more than another one, and none is empty."""
-    found = dict(zip(LLAMA, cut(LLAMA, num_fragments), strict=True))
+    found = dict(zip(LLAMA, assign(LLAMA, num_fragments), strict=True))
     sizes = [sum(LLAMA[name] for name in LLAMA if found[name] == number) for number in range(num_fragments)]
     assert min(sizes) > 0
     assert max(sizes) - min(sizes) <= 70
@@ -32,7 +32,7 @@ def test_fragments_are_of_whole_blocks_and_about_equal(num_fragments: int) -> No
 def test_equal_layers_are_dealt_out_in_turn() -> None:
     """As in the paper's strided fragments: each has layers of all depths."""
     layers = {f"layers.{layer}.weight": 5 for layer in range(7)}
-    assert cut(layers, 3) == [0, 1, 2, 0, 1, 2, 0]
+    assert assign(layers, 3) == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_modules_that_are_named() -> None:
     names = ["layers.1.wq.weight", "layers.1.wo.weight", "layers.11.wq.weight", "norm.weight"]
     modules = [["layers.1"], ["layers.1.wo", "layers.11", "layers.2"]]
     assert find(names, modules) == [0, 1, 1, None]
-    assert unknown(names, modules) == {"layers.2"}
+    assert find_unknown(names, modules) == {"layers.2"}

@@ -50,12 +50,12 @@ def value_after(step: int, base: int = 1) -> int:
 class Total:
     """Stands in for sums that are kept: one number."""
 
-    is_kept = True
+    is_copy = True
 
     def __init__(self, value: int) -> None:
         self.value = value
 
-    def keep(self) -> Total:
+    def copy(self) -> Total:
         raise AssertionError("these sums are kept already")
 
     def write(self, scale: float | None = None) -> None:
@@ -189,18 +189,18 @@ class World:
     def launch_empty(self) -> None:
         pass
 
-    def meet(self) -> Quorum:
+    def get_quorum(self) -> Quorum:
         self.has_met = True
         members = tuple(Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (*self.holders, 2))
         return Quorum("quorum 1", len(members) - 1, members, self.step)
 
-    def ask(self) -> None:
+    def request_quorum(self) -> None:
         pass
 
     leads = True  # rank 0 of its group
-    last: Round | None = None  # it has made no round yet
-    awaited = True  # the quorum that it has asked for is there
-    told_to_leave = False
+    last_round: Round | None = None  # it has made no round yet
+    quorum_ready = True  # the quorum that it has asked for is there
+    leave_requested = False
     pauses = 0
     is_waiting = False  # for other groups, as the watchdog is informed
 
@@ -218,13 +218,13 @@ class World:
         if self.release.is_set() and self.heal._attempt is not None:
             concurrent.futures.wait([self.heal._attempt._fetch], 20)
 
-    def begin(self) -> None:
+    def mark_busy(self) -> None:
         self.begun.append(self.made)
 
     def find_holders(self) -> dict[int, Peer]:
         return {}
 
-    def expect(self, slots: Sequence[int]) -> None:
+    def note_donors(self, slots: Sequence[int]) -> None:
         self.expected.append(tuple(slots))
 
     def find_addresses(self, slots: Sequence[int]) -> list[str]:
@@ -234,7 +234,7 @@ class World:
         return []
 
     def take_digest(self) -> str:
-        self.position.take_digest(self._digest(self.value))
+        self.position.note_digest(self._digest(self.value))
         return ""
 
     def make(self) -> Round | Broken:
@@ -244,7 +244,7 @@ class World:
         if self.release.is_set() and self.heal._attempt is not None:
             concurrent.futures.wait([self.heal._attempt._fetch], 20)  # else the rounds could outrun its thread
         if self.made in self.broken:
-            self.position.broke()
+            self.position.note_broken()
             return Broken("a peer is gone")
         members = tuple(Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (*self.holders, 2))
         quorum = Quorum(f"quorum {self.made}", len(members) - 1, members, self.step)
@@ -254,7 +254,7 @@ class World:
                 slot,
                 Standing.READY,
                 self.step,
-                seen=self.step,
+                seen_step=self.step,
                 lineage=self.lineage,
                 digest=self._digest(value_after(self.step)),
                 valid_tokens=given,
@@ -270,18 +270,18 @@ class World:
             Row(
                 2,
                 position.standing,
-                position.claim,
-                seen=max(position.seen, position.claim),
+                position.claimed_step,
+                seen_step=max(position.seen_step, position.claimed_step),
                 donor=position.donor,
                 from_step=position.from_step,
-                awaited=int(position.awaited),
+                others_wait=int(position.others_wait),
             )
         )
         entries = [] if self.idle else [Entry(slot, self.step, 1, b"") for slot in self.holders]
         made = Round(quorum, rows, judge(rows), entries, self)
         position.observe(made)
-        self.last = made
-        if self.holders and not self.idle and not made.verdict.awaited:
+        self.last_round = made
+        if self.holders and not self.idle and not made.verdict.awaited_joiners:
             self.step += 1
             self.lineage = self.lineages[self.step] = made.update(GROUPS * TOKENS).lineage
         return made
@@ -289,10 +289,10 @@ class World:
     # The exchange, the group, the state
 
     num_bytes = 2**20
-    is_kept = False
+    is_copy = False
 
     @property
-    def under_way(self) -> bool:
+    def waits_for_members(self) -> bool:
         phase = self.heal._healing.phase
         return (self.offers and phase is Phase.ASKING) or (self.step_lasts and phase is Phase.FETCHING)
 
@@ -300,16 +300,16 @@ class World:
         return 0
 
     @property
-    def room(self) -> Any:
+    def copy_memory(self) -> Any:
         return self
 
     def prepare(self) -> None:
-        self.rooms.append((self.made, self.awaited))
+        self.rooms.append((self.made, self.quorum_ready))
 
     def drop(self) -> None:
         pass
 
-    def keep(self) -> Total:
+    def copy(self) -> Total:
         return Total(gradient_of(self.step))
 
     def write(self, scale: float | None = None) -> None:
@@ -329,7 +329,7 @@ class World:
 
     load_seconds = 0.0
 
-    def retract(self) -> None:
+    def retract_offer(self) -> None:
         self.retracted += 1
 
     def load(self, snapshot: Snapshot) -> None:
@@ -429,8 +429,8 @@ def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., Worl
     """
     world = make()
     world.broken = {2}
-    plain = world.keep
-    world.keep = lambda: Total(9999) if world.made == 1 else plain()  # type: ignore[method-assign]
+    plain = world.copy
+    world.copy = lambda: Total(9999) if world.made == 1 else plain()  # type: ignore[method-assign]
 
     def on_round(number: int) -> None:
         if number == 2:
@@ -637,7 +637,7 @@ def test_a_slow_replay_lets_the_others_wait(
 ) -> None:
     """Replays that take longer than the others' updates would make each of these wait for two of them, unsaid."""
     world = make(**({"semi_sync_method": "diloco", "sync_steps": steps_of_round} if steps_of_round > 1 else {}))
-    world.awaited, world.step_seconds = True, 1.0
+    world.quorum_ready, world.step_seconds = True, 1.0
     now, steps, plain = [0.0], [], world._apply
     monkeypatch.setattr(heal, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
 
@@ -731,8 +731,8 @@ def test_told_to_leave_it_leaves(make: Callable[..., World]) -> None:
 def rounds(make: Callable[..., World]) -> World:
     """Return a world in which the others have just opened a round: they make no update until they are at its end."""
     world = make(semi_sync_method="diloco", sync_steps=4)
-    world.idle = world.awaited = True
-    world.on_round = lambda number: setattr(world, "awaited", False)
+    world.idle = world.quorum_ready = True
+    world.on_round = lambda number: setattr(world, "quorum_ready", False)
     return world
 
 
@@ -766,7 +766,7 @@ def test_a_named_donor_is_one_that_gives_to_all_ranks(
 def mid_round(make: Callable[..., World]) -> World:
     """Return a world in which the others are in the midst of a round."""
     world = rounds(make)
-    world.awaited = False
+    world.quorum_ready = False
     return world
 
 
@@ -774,7 +774,7 @@ def test_who_comes_in_mid_round_gets_the_state_at_once(make: Callable[..., World
     """It makes no exchange for that: nobody is there to make one with."""
     world = mid_round(make)
     assert world.heal.await_offer(4)
-    assert world.position.seen == 5, "should its holder die now, the state is lost, and not begun anew"
+    assert world.position.seen_step == 5, "should its holder die now, the state is lost, and not begun anew"
     world.release.set()
     run(world)
     assert (world.made, world.fetches) == (0, [(0, 5)])
@@ -787,7 +787,7 @@ def test_no_offer_is_waited_for_when_the_others_are_there(make: Callable[..., Wo
     """Who hears of none learns from the quorum where the others are, and where its donor is."""
     world = mid_round(make)
     world.offers = False
-    world.on_pause = lambda number: setattr(world, "awaited", number == 3)
+    world.on_pause = lambda number: setattr(world, "quorum_ready", number == 3)
     assert not world.heal.await_offer(0)
     assert world.pauses == 3
     world.on_round = lambda number: setattr(world, "offers", True)
@@ -801,11 +801,11 @@ def test_an_offer_that_comes_late_is_followed_by_a_replay(make: Callable[..., Wo
     world = mid_round(make)
 
     def come(number: int) -> None:
-        world.awaited, world.idle = True, False
+        world.quorum_ready, world.idle = True, False
 
     def go_on(number: int) -> None:
         if number == 2:
-            world.idle, world.awaited = True, False
+            world.idle, world.quorum_ready = True, False
             world.on_pause = lambda _: world.release.set()
 
     world.on_pause, world.on_round = come, go_on
@@ -859,7 +859,7 @@ def test_a_newcomer_is_back_with_the_first_update(make: Callable[..., World]) ->
 def before_a_quorum(make: Callable[..., World], **config: Any) -> World:
     """Return a world whose newcomer replaces a process that the holders' exchange counts on."""
     world = make(**config)
-    world.awaited, world.is_expected = False, True
+    world.quorum_ready, world.is_expected = False, True
     return world
 
 
@@ -867,8 +867,8 @@ def test_a_newcomer_has_the_state_before_there_is_a_quorum(make: Callable[..., W
     """The others' exchange breaks, and is made again from the same state: it is back with the update of that one."""
     world = before_a_quorum(make)
     assert world.heal.await_offer(0)
-    assert world.position.seen == 5, "should its holders die now, the state is lost, and not begun anew"
-    world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "awaited", True)
+    assert world.position.seen_step == 5, "should its holders die now, the state is lost, and not begun anew"
+    world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "quorum_ready", True)
     run(world)
     assert (world.made, world.applied, world.donors) == (1, [6], [[0, 1]])
     assert world.expected == [(0, 1)], "its first quorum must include a group that it got the state from"
@@ -880,7 +880,7 @@ def test_a_newcomer_has_the_state_before_there_is_a_quorum(make: Callable[..., W
 def test_a_state_that_takes_longer_than_the_quorum_holds_nobody_up(make: Callable[..., World]) -> None:
     """They are at their exchange already; its update is queued, and all that come until the state is there."""
     world = before_a_quorum(make)
-    world.on_pause = lambda number: setattr(world, "awaited", number > 2)
+    world.on_pause = lambda number: setattr(world, "quorum_ready", number > 2)
     world.on_round = lambda number: world.release.set() if number == 3 else None
     run(world)
     assert world.fetches == [(0, 5)]
@@ -892,7 +892,7 @@ def test_a_state_that_the_others_went_on_from_without_it_is_given_up(make: Calla
     world = before_a_quorum(make)
 
     def go_on(number: int) -> None:
-        world.step, world.lineage, world.awaited = 6, 66, True
+        world.step, world.lineage, world.quorum_ready = 6, 66, True
         world.lineages[6] = 66
         world.release.set()
 
@@ -927,7 +927,7 @@ def test_a_state_that_comes_with_the_quorum_is_loaded_before_the_exchange_if_tha
     loads, load = [], world.load
 
     def come(number: int) -> None:
-        world.awaited = True
+        world.quorum_ready = True
         world.release.set()
 
     def note(snapshot: Snapshot) -> None:
@@ -947,14 +947,14 @@ def test_a_quorum_of_those_that_hold_less_says_nothing_of_the_state(make: Callab
 
     def come(number: int) -> None:
         world.holders = ()
-        world.release.set() if number < 3 else setattr(world, "awaited", True)
+        world.release.set() if number < 3 else setattr(world, "quorum_ready", True)
 
     def on_round(number: int) -> None:
         world.seconds += ALONE_SECONDS / 4
 
     world.on_pause, world.on_round = come, on_round
     members = (Member(2, 0.0, "process 2", "c0ffee"),)
-    world.meet = lambda: Quorum("quorum 1", 0, members, 0)  # type: ignore[method-assign]
+    world.get_quorum = lambda: Quorum("quorum 1", 0, members, 0)  # type: ignore[method-assign]
     world.heal.run()
     assert [event.name for event in world.events] == ["heal_started", "rolled_back"]
     assert (world.position.step, world.position.lineage, world.value) == (5, 55, value_after(5))
@@ -964,7 +964,7 @@ def test_a_newcomer_whose_donors_are_lost_before_the_quorum_asks_again(make: Cal
     """One of those that offer the state gives all of it."""
     world = before_a_quorum(make)
     world.fail = {1}
-    world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "awaited", True)
+    world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "quorum_ready", True)
     run(world)
     assert (world.donors, world.made) == ([[0, 1], [1]], 1)
 
@@ -982,7 +982,7 @@ def test_a_joiner_that_is_told_to_leave_leaves(
 ) -> None:
     """It has nothing to finish, whether it fetches, waits for an offer or waits for a quorum."""
     world = surround(make)
-    world.on_pause = lambda number: setattr(world, "told_to_leave", True)
+    world.on_pause = lambda number: setattr(world, "leave_requested", True)
     with pytest.raises(Leaving):
         world.heal.run()
     assert world.position.leaving
@@ -1031,7 +1031,7 @@ def test_bytes_that_the_first_round_does_not_show_are_not_kept(make: Callable[..
     claims: list[int] = []
 
     def on_round(number: int) -> None:
-        claims.append(world.position.claim)
+        claims.append(world.position.claimed_step)
         if world.named("heal_failed"):
             world.corrupt = set()
         if at_once or number == 3:
@@ -1078,12 +1078,12 @@ def test_a_newcomer_pauses_between_searches_in_a_step(
 def test_ranks_of_a_newcomer_ask_together_or_not_at_all(make: Callable[..., World]) -> None:
     """One of them has not come to the others: the exchange will break."""
     world = make()
-    meet = world.meet
+    meet = world.get_quorum
 
     def meet_with_error() -> Quorum:
         return dataclasses.replace(meet(), error="no process group" if world.made == 0 else None)
 
-    world.meet = meet_with_error  # type: ignore[method-assign]
+    world.get_quorum = meet_with_error  # type: ignore[method-assign]
     world.release.set()
     run(world)
     assert world.named_donors[0] == -1

@@ -97,8 +97,8 @@ def test_only_what_learns_has_an_anchor() -> None:
     assert [anchor.item() for anchor in outer.anchors] == [1.0, 2.0]
     make_round(outer, group, 1.0, 1.0)
     assert group.get_parameter("frozen").item() == 5.0
-    assert outer.of(group.get_parameter("frozen")) is group.get_parameter("frozen")
-    assert outer.of(group.get_parameter("weight1")) is outer.anchors[1]
+    assert outer.find_anchor(group.get_parameter("frozen")) is group.get_parameter("frozen")
+    assert outer.find_anchor(group.get_parameter("weight1")) is outer.anchors[1]
 
 
 def test_a_retry_has_the_same_change() -> None:
@@ -169,9 +169,9 @@ def test_the_anchors_are_lent() -> None:
     group = model(1.0, 2.0)
     outer = OuterModel([group], LOCAL_SGD)
     move(group, 0.5, 0.25)
-    with outer.lent():
+    with outer.lend_to_model():
         assert weights(group) == [1.0, 2.0]
-    with pytest.raises(OSError, match="disk"), outer.lent():
+    with pytest.raises(OSError, match="disk"), outer.lend_to_model():
         raise OSError("disk")
     assert weights(group) == [0.5, 1.75]
 
@@ -219,7 +219,7 @@ class Group:
             move(self.model, change, 2 * change)
             weights = {0: self.tokens / NOMINAL}
             self.outer.take_changes(weights)
-            self._exchange.give(weights)
+            self._exchange.give_fragments(weights)
         self._finish().sums.write()
         self.outer.step()
 
@@ -370,12 +370,12 @@ def test_moments_that_are_not_finite_are_begun_anew(tiny: Any) -> None:
     group = Training(tiny, 1)
     group.make_round()
     digest = group.state.digest()
-    assert not group.state.spoiled
+    assert not group.state.has_nonfinite_moments
     with torch.no_grad():
         next(iter(group.inner.optimizers.optimizers[0].state.values()))["exp_avg"].view(-1)[-1] = float("nan")
-    assert group.state.spoiled
+    assert group.state.has_nonfinite_moments
     group.state.drop_moments()
-    assert not group.state.spoiled
+    assert not group.state.has_nonfinite_moments
     assert group.state.digest() == digest
     group.make_round()
     assert all(bool(anchor.isfinite().all()) for anchor in group.outer.anchors)

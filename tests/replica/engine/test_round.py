@@ -36,7 +36,7 @@ class World:
         self.other, self.max_step = OTHER, 7
         self.slots = (0, 1)
         self.error: ExchangeError | None = None
-        self.finite, self.sent = True, False
+        self.finite, self.is_launched = True, False
         self.sums: Any = object()
         self.sibling_agrees = True
         # What the rounds did.
@@ -49,7 +49,7 @@ class World:
         self.copied = 0  # ahead of a request
         self.digests = 0
         # For the exchange and the membership.
-        self.quorum_requested = self.contributed = self.due = self.wanted = self.requested = self.leaves = False
+        self.quorum_requested = self.contributed = self.may_update = self.wanted = self.requested = self.leaves = False
         self.may_leave: bool | None = None
         self.living = [0, 1]
         self.quorum_ready, self.is_urgent, self.waits = True, False, 0
@@ -101,9 +101,9 @@ class World:
 
     # The exchange
 
-    def launch(self, newest_step: int | None = None, *, due: bool = True) -> None:
+    def launch(self, newest_step: int | None = None, *, may_update: bool = True) -> None:
         self.contributed = newest_step is not None and self.max_step <= newest_step
-        self.due = due
+        self.may_update = may_update
 
     def arm(self, newest_step: int) -> None:
         pass
@@ -185,13 +185,14 @@ def world() -> World:
 @pytest.mark.parametrize("config", [{}, {"semi_sync_method": "diloco", "digest_every": 0}])
 @pytest.mark.parametrize("meets", [False, True])
 def test_a_group_that_is_told_to_leave_waits_for_others_for_a_part_of_its_time(
-    config: dict[str, Any], meets: bool
+    config: dict[str, Any],
+    meets: bool,
 ) -> None:
     """Another group hangs and heartbeats, or is in a long round: nobody gets a quorum. It leaves without a vote."""
     world = World(**config)
     world.quorum_ready, world.urgent_after = False, 3
     with pytest.raises(Leaving):
-        world.rounds.meet() if meets else world.rounds.make(GIVEN)
+        world.rounds.get_quorum() if meets else world.rounds.make(GIVEN)
     assert world.waits == 3
     assert world.position.leaving
     assert not world.votes
@@ -209,28 +210,64 @@ def test_a_group_that_is_told_to_leave_takes_a_quorum_that_is_there() -> None:
     ("made", "use", "due"),
     [
         (GIVEN, GradientUse.GIVE, True),
-        (dataclasses.replace(GIVEN, early=True), GradientUse.GIVE, False),  # it has steps of its round left
+        (
+            dataclasses.replace(GIVEN, unfinished=True),
+            GradientUse.GIVE,
+            False,
+        ),  # it has steps of its round left
         (GIVEN, GradientUse.LEAVE_OUT, True),  # the update is made of what the others have by now
         (NOTHING, GradientUse.OPEN, False),
         (NOTHING, GradientUse.GIVE, True),  # it waits, or heals: for it the round may be any
     ],
 )
-def test_the_exchange_knows_whether_an_update_may_follow(made: Contribution, use: GradientUse, due: bool) -> None:
+def test_the_exchange_knows_whether_an_update_may_follow(
+    made: Contribution,
+    use: GradientUse,
+    due: bool,
+) -> None:
     """Sums that nobody would use do not travel."""
     world = World(semi_sync_method="diloco", digest_every=0)
     world.rounds.make(made, use)
-    assert world.due is due
+    assert world.may_update is due
 
 
 @pytest.mark.parametrize(
     ("requested", "others_leave", "error", "urgent", "standing", "may_leave"),
     [
         (True, False, None, False, Standing.READY, True),  # the other group reads so
-        (False, False, None, False, Standing.READY, False),  # told from now on, it would leave unseen
+        (
+            False,
+            False,
+            None,
+            False,
+            Standing.READY,
+            False,
+        ),  # told from now on, it would leave unseen
         (False, True, None, False, Standing.READY, True),  # nobody is left to see it
-        (True, False, ExchangeError("broke"), False, Standing.READY, False),  # nobody may have read it
-        (True, False, ExchangeError("broke"), True, Standing.READY, True),  # it cannot wait for ever
-        (True, False, ExchangeError("broke"), False, Standing.BEHIND, True),  # it has nothing that others lack
+        (
+            True,
+            False,
+            ExchangeError("broke"),
+            False,
+            Standing.READY,
+            False,
+        ),  # nobody may have read it
+        (
+            True,
+            False,
+            ExchangeError("broke"),
+            True,
+            Standing.READY,
+            True,
+        ),  # it cannot wait for ever
+        (
+            True,
+            False,
+            ExchangeError("broke"),
+            False,
+            Standing.BEHIND,
+            True,
+        ),  # it has nothing that others lack
     ],
 )
 def test_a_group_leaves_when_the_others_have_read_that_it_does(
@@ -265,7 +302,12 @@ def test_a_rank_sees_who_wants_something_of_it() -> None:
     world = World(semi_sync_method="diloco", digest_every=0)
     world.quorum_ready, world.wanted, world.requested = False, False, False
     assert world.rounds.signs == Sign(0)
-    for name, sign in (("wanted", Sign.WANTED), ("quorum_ready", Sign.AWAITED), ("requested", Sign.TOLD)):
+    signs = {
+        "wanted": Sign.STATE_WANTED,
+        "quorum_ready": Sign.OTHERS_WAIT,
+        "requested": Sign.LEAVE_REQUESTED,
+    }
+    for name, sign in signs.items():
         setattr(world, name, True)
         assert sign in world.rounds.signs
         setattr(world, name, False)
@@ -277,16 +319,24 @@ def test_a_rank_sees_who_wants_something_of_it() -> None:
     [
         (GIVEN, GradientUse.GIVE, {}, 1),
         (GIVEN, GradientUse.LEAVE_OUT, {}, 1),  # no change to compare, and one of the majority
-        (dataclasses.replace(GIVEN, early=True), GradientUse.GIVE, {}, 1),
-        (Contribution(early=True), GradientUse.GIVE, {}, 1),
+        (dataclasses.replace(GIVEN, unfinished=True), GradientUse.GIVE, {}, 1),
+        (Contribution(unfinished=True), GradientUse.GIVE, {}, 1),
         (NOTHING, GradientUse.OPEN, {}, 0),  # no step since the last comparison
         (NOTHING, GradientUse.GIVE, {}, 0),
         (GIVEN, GradientUse.GIVE, {"digest_every": 0}, 0),
-        (GIVEN, GradientUse.GIVE, {"semi_sync_method": None}, 0),  # gradients, of which the next digest tells
+        (
+            GIVEN,
+            GradientUse.GIVE,
+            {"semi_sync_method": None},
+            0,
+        ),  # gradients, of which the next digest tells
     ],
 )
 def test_bytes_are_shown_with_the_change_that_was_measured_from_them(
-    contribution: Contribution, use: GradientUse, config: dict[str, Any], digests: int
+    contribution: Contribution,
+    use: GradientUse,
+    config: dict[str, Any],
+    digests: int,
 ) -> None:
     """At the end of a round of several steps, for an anchor in which a bit flipped would be in the update of all."""
     world = World(**{"semi_sync_method": "diloco", **config})
@@ -302,13 +352,15 @@ def test_bytes_are_shown_with_the_change_that_was_measured_from_them(
 def test_a_newcomer_is_shown_the_bytes_where_no_update_follows(early: bool) -> None:
     """Before the end of a round of several steps; at its end, in the round behind it: nobody need replay this one."""
     world = World(semi_sync_method="diloco", digest_every=0)
-    world.rounds.make(dataclasses.replace(GIVEN, early=early))
+    world.rounds.make(dataclasses.replace(GIVEN, unfinished=early))
     assert world.digests == early
 
 
 @pytest.mark.parametrize(("method", "unit"), [(None, "step"), ("diloco", "round")])
 def test_lines_of_the_log_name_what_the_groups_count(
-    method: str | None, unit: str, caplog: pytest.LogCaptureFixture
+    method: str | None,
+    unit: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With a semi-synchronous method torchtitan's step of that number is another one."""
     world = World(semi_sync_method=method)
@@ -325,7 +377,14 @@ def test_lines_of_the_log_name_what_the_groups_count(
 def test_contributions_add_up() -> None:
     """Microbatches of another slot add to the sums; the largest loss and the entries are those of both."""
     more = Contribution(10, 20, 0.25, 0.9, 0.5, (Entry(1, 0, 1, b""),))
-    assert GIVEN.plus(more) == Contribution(100, 120, 0.75, 0.9, 2.0, (*GIVEN.entries, *more.entries))
+    assert GIVEN.plus(more) == Contribution(
+        100,
+        120,
+        0.75,
+        0.9,
+        2.0,
+        (*GIVEN.entries, *more.entries),
+    )
 
 
 @pytest.mark.parametrize(
@@ -333,7 +392,7 @@ def test_contributions_add_up() -> None:
     [
         (GradientUse.GIVE, True, {}),
         (GradientUse.FORCE, True, {"forced": 1}),
-        (GradientUse.REST, False, {"resting": 1}),
+        (GradientUse.HOLD_BACK, False, {"holding_back": 1}),
         (
             GradientUse.LEAVE_OUT,
             False,
@@ -342,7 +401,10 @@ def test_contributions_add_up() -> None:
     ],
 )
 def test_the_row_says_what_is_done_with_the_gradients(
-    world: World, use: GradientUse, sends: bool, facts: dict[str, Any]
+    world: World,
+    use: GradientUse,
+    sends: bool,
+    facts: dict[str, Any],
 ) -> None:
     """A group that keeps its gradients back shows what they weigh; one that leaves them out weighs nothing."""
     made = world.rounds.make(GIVEN, use)
@@ -350,7 +412,7 @@ def test_the_row_says_what_is_done_with_the_gradients(
         0,
         Standing.READY,
         7,
-        seen=7,
+        seen_step=7,
         lineage=5,
         digest=3,
         valid_tokens=90,
@@ -368,19 +430,35 @@ def test_the_row_says_what_is_done_with_the_gradients(
     assert world.votes == [True]
 
 
-@pytest.mark.parametrize("use", [GradientUse.GIVE, GradientUse.REST])
-@pytest.mark.parametrize("nothing", [NOTHING, NOTHING.plus(NOTHING)], ids=["none", "a share without batches"])
-def test_without_a_contribution_nothing_is_given(world: World, nothing: Contribution, use: GradientUse) -> None:
+@pytest.mark.parametrize("use", [GradientUse.GIVE, GradientUse.HOLD_BACK])
+@pytest.mark.parametrize(
+    "nothing",
+    [NOTHING, NOTHING.plus(NOTHING)],
+    ids=["none", "a share without batches"],
+)
+def test_without_a_contribution_nothing_is_given(
+    world: World,
+    nothing: Contribution,
+    use: GradientUse,
+) -> None:
     """A group that heals, waits or has an empty share gives no gradient and no entries, and keeps none back."""
     world.rounds.make(nothing, use)
     assert world.contributed is False
     assert world.row is not None
-    assert world.row.valid_tokens == world.row.resting == 0
+    assert world.row.valid_tokens == world.row.holding_back == 0
     assert world.message == b""
 
 
-@pytest.mark.parametrize(("training", "max_step", "behind"), [(True, 8, False), (True, 9, True), (False, 8, True)])
-def test_a_group_that_is_behind_adds_nothing(world: World, training: bool, max_step: int, behind: bool) -> None:
+@pytest.mark.parametrize(
+    ("training", "max_step", "behind"),
+    [(True, 8, False), (True, 9, True), (False, 8, True)],
+)
+def test_a_group_that_is_behind_adds_nothing(
+    world: World,
+    training: bool,
+    max_step: int,
+    behind: bool,
+) -> None:
     """One update more may be that of a broken exchange; more than that, or any before the start, voids the claim."""
     world.position.training, world.max_step = training, max_step
     world.rounds.make(GIVEN)
@@ -394,36 +472,45 @@ def test_a_group_that_is_behind_adds_nothing(world: World, training: bool, max_s
 def test_a_broken_exchange_is_voted_down(world: World) -> None:
     """All ranks of the group repeat it; nothing of it is taken in, and no joiner is served from it."""
     world.error = ExchangeError("a peer is gone")
-    assert world.rounds.make(GIVEN) == Broken("a peer is gone", spoiled=False)
+    assert world.rounds.make(GIVEN) == Broken("a peer is gone", gave_nonfinite=False)
     assert world.votes == [False]
-    assert world.position.failures == 1
+    assert world.position.broken_rounds == 1
     assert world.served == []
 
 
 def test_a_sibling_s_no_counts(world: World) -> None:
     """The exchange was complete here and broke on another rank of the group: for all of them it is broken."""
     world.sibling_agrees = False
-    assert world.rounds.make(GIVEN) == Broken("broke on another rank of this group", spoiled=False)
+    assert world.rounds.make(GIVEN) == Broken(
+        "broke on another rank of this group",
+        gave_nonfinite=False,
+    )
     assert world.votes == [True]
-    assert (world.position.failures, world.position.seen, world.served) == (1, 7, [])
+    assert (world.position.broken_rounds, world.position.seen_step, world.served) == (1, 7, [])
 
 
 def test_gradients_that_are_not_finite_are_voted_down(world: World) -> None:
     """By those who gave them, and by those who only read the rows."""
     world.finite = False
-    assert world.rounds.make(GIVEN) == Broken("the gradients of groups [0] are not finite", spoiled=True)
+    assert world.rounds.make(GIVEN) == Broken(
+        "the gradients of groups [0] are not finite",
+        gave_nonfinite=True,
+    )
     world.finite, world.other = True, dataclasses.replace(OTHER, nonfinite=True)
-    assert world.rounds.make(GIVEN) == Broken("the gradients of groups [1] are not finite", spoiled=False)
+    assert world.rounds.make(GIVEN) == Broken(
+        "the gradients of groups [1] are not finite",
+        gave_nonfinite=False,
+    )
     assert world.votes == [False, False]
     world.other = OTHER
     assert isinstance(world.rounds.make(GIVEN), Round)
-    assert world.position.failures == 0
+    assert world.position.broken_rounds == 0
 
 
 def test_the_quorum_is_asked_for_once_with_the_step_that_is_held(world: World) -> None:
     """Asked for at the commit or not, a round has one request; a group that leaves makes none."""
     world.asked_with.clear()
-    world.rounds.ask()
+    world.rounds.request_quorum()
     world.rounds.make(GIVEN)
     world.position.step = 8
     world.rounds.make(GIVEN)
@@ -431,7 +518,7 @@ def test_the_quorum_is_asked_for_once_with_the_step_that_is_held(world: World) -
     world.leaves = True
     world.rounds.make(GIVEN)
     assert world.position.leaving
-    world.rounds.ask()
+    world.rounds.request_quorum()
     assert world.asked_with == [7, 8, 8]
 
 
@@ -439,11 +526,11 @@ def test_a_quorum_asked_for_ahead_is_needed_after_the_step() -> None:
     """A lone group's quorum may grow while it computes. A round of several steps would keep a joiner waiting."""
     for config, needed in (({}, False), ({"semi_sync_method": "diloco"}, True)):
         world = World(**config)
-        world.rounds.ask(ahead=True)
+        world.rounds.request_quorum(ahead=True)
         assert world.needed is needed
-        world.rounds.launch()
+        world.rounds.arm()
         assert world.needed is needed, "the step's backward is yet to come"
-        world.rounds.ask()
+        world.rounds.request_quorum()
         assert world.needed
     assert world.asked_with == [7]
 
@@ -502,23 +589,31 @@ def test_a_group_that_may_not_offer_its_state_takes_it_back(world: World) -> Non
     ("other", "use", "offers", "copies"),
     [
         ({"opening": 1}, GradientUse.OPEN, True, False),
-        ({"early": 1}, GradientUse.OPEN, True, False),
+        ({"unfinished": 1}, GradientUse.OPEN, True, False),
         ({"standing": Standing.BEHIND, "step": 0}, GradientUse.OPEN, True, True),
         ({"standing": Standing.CATCHING_UP, "step": 0, "donor": 0}, GradientUse.OPEN, True, False),
         ({"opening": 1, "digest": 0}, GradientUse.OPEN, False, False),  # are its bytes the others'?
-        ({}, GradientUse.OPEN, False, False),  # that one is at the end of its round: an update is next
+        (
+            {},
+            GradientUse.OPEN,
+            False,
+            False,
+        ),  # that one is at the end of its round: an update is next
         ({}, GradientUse.GIVE, False, False),
     ],
 )
 def test_in_a_round_of_several_steps_compared_bytes_are_offered(
-    other: dict[str, Any], use: GradientUse, offers: bool, copies: bool
+    other: dict[str, Any],
+    use: GradientUse,
+    offers: bool,
+    copies: bool,
 ) -> None:
     """From then on the groups make steps, and what they agree on stays as it is.
 
     For a member that asks they are copied at once: the next moment for that is after a step.
     """
     world, digest = World(semi_sync_method="diloco", digest_every=1), fold48(str([fold48("bytes")]))
-    world.position.take_digest(digest)
+    world.position.note_digest(digest)
     world.other = dataclasses.replace(OTHER, **{"digest": digest, **other})
     world.rounds.make(use=use)
     assert (world.offered, world.copied) == ([digest] if offers else [], int(copies))
@@ -526,7 +621,10 @@ def test_in_a_round_of_several_steps_compared_bytes_are_offered(
 
 def test_a_group_that_waits_for_others_offers_what_it_has_compared() -> None:
     """Nobody makes an update before they are back: they are to get the state from it."""
-    world, digest = World(semi_sync_method="diloco", digest_every=1, min_replica_size=3), fold48(str([fold48("bytes")]))
+    world, digest = (
+        World(semi_sync_method="diloco", digest_every=1, min_replica_size=3),
+        fold48(str([fold48("bytes")])),
+    )
     world.other = dataclasses.replace(OTHER, digest=digest)
-    world.rounds.make(GIVEN, GradientUse.REST)
+    world.rounds.make(GIVEN, GradientUse.HOLD_BACK)
     assert world.offered == [digest]

@@ -58,11 +58,11 @@ class Round:
         monkeypatch.setattr(round_strategy, "set_lr", lambda schedulers, step: self.lr_steps.append(step))
         self.strategy = strategy = RoundStrategy.__new__(RoundStrategy)
         self.replica = SimpleNamespace(
-            early=early,
-            look=self._look,
-            ask=lambda: self.asked_at.append(len(self.steps)),
-            serve=lambda: self.served_at.append(len(self.steps)),
-            send=lambda made: self.sent.append((len(self.steps), made)),
+            quorum_requested=early,
+            gather_signs=self._look,
+            request_quorum=lambda: self.asked_at.append(len(self.steps)),
+            serve_joiner=lambda: self.served_at.append(len(self.steps)),
+            launch_with=lambda made: self.sent.append((len(self.steps), made)),
             lacks_time=self._lacks_time,
         )
         self.data, self.spent = data, 0.0
@@ -81,13 +81,13 @@ class Round:
             _training=self.training,
             _steps_per_round=4,
             _trained=[0] * num_fragments(FaultTolerance(semi_sync_method="diloco", **config)),
-            _late=False,
+            _exchanges_at_once=False,
             _under_way=None,
             _ahead=None,
-            _sent={},
-            _broken_off="",
+            _given={},
+            _break_off_reason="",
             _replica=self.replica,
-            _exchange=SimpleNamespace(give=self.given.append),
+            _exchange=SimpleNamespace(give_fragments=self.given.append),
             _position=SimpleNamespace(step=2, leave=lambda: None),
             _group=SimpleNamespace(gather=lambda value: [value, False]),
             work=RoundWork(9, lr=0.1),
@@ -107,7 +107,7 @@ class Round:
         strategy, work = self.strategy, self.strategy.work
         if len(self.steps) == self.data:
             raise DataEndedError
-        first = 8 + work.read(0) - sum(reading.entry.num_batches for reading in work.readings)
+        first = 8 + work.count_batches(0) - sum(reading.entry.num_batches for reading in work.readings)
         self.steps.append(step)
         work.inner_steps += 1
         work.readings = [Reading(Entry(0, first, work.inner_steps, b"state"), [], "0")]
@@ -136,12 +136,12 @@ def test_a_group_that_is_awaited_breaks_off_and_trains_on_if_it_was_too_soon(
     """It says that steps are left; the rest of them follow on those that it has made, which count as well."""
     this = Round(monkeypatch, early=True, awaited=made)
     first = this.train()
-    assert (first.early, first.valid_tokens, len(this.steps)) == (True, made * TOKENS, made)
+    assert (first.unfinished, first.valid_tokens, len(this.steps)) == (True, made * TOKENS, made)
     assert first.seconds == (0.5 if made else 0.0)
-    this.replica.early = False
+    this.replica.quorum_requested = False
     whole = this.train()
     assert this.steps == [9, 10, 11, 12]
-    assert (whole.early, whole.valid_tokens, whole.entries[0].num_batches) == (False, 4 * TOKENS, 4)
+    assert (whole.unfinished, whole.valid_tokens, whole.entries[0].num_batches) == (False, 4 * TOKENS, 4)
     assert this.changes == [{0: made * TOKENS / 100}, {0: 4 * TOKENS / 100}]
     assert this.lr_steps == [8, 8 + made]
 
@@ -149,19 +149,19 @@ def test_a_group_that_is_awaited_breaks_off_and_trains_on_if_it_was_too_soon(
 def test_a_group_that_came_late_has_steps_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives nothing for the others' update; if they are gone it makes the round itself."""
     this = Round(monkeypatch)
-    this.strategy._late = True
-    assert this.train() == Contribution(early=True)
-    assert not this.train().early
+    this.strategy._exchanges_at_once = True
+    assert this.train() == Contribution(unfinished=True)
+    assert not this.train().unfinished
     assert len(this.steps) == 4
 
 
 def test_a_group_that_came_late_gives_what_it_has_of_former_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fragments it has come some way with this one, though it has made no step of this round."""
     this = Round(monkeypatch, sync_steps=8, num_fragments=2)
-    this.strategy._late, this.strategy._trained = True, [30, 20]
+    this.strategy._exchanges_at_once, this.strategy._trained = True, [30, 20]
     made = this.train()
-    assert made == Contribution(early=True, changed=True)
-    assert not made.empty
+    assert made == Contribution(unfinished=True, has_earlier_changes=True)
+    assert not made.is_empty
     assert this.changes == this.given == [{0: 0.3}]
 
 
@@ -169,7 +169,7 @@ def test_a_group_that_is_awaited_at_once_gives_what_it_has_of_former_rounds(monk
     """It has asked before its first step, and the others are there already: what it does not give is overwritten."""
     this = Round(monkeypatch, early=True, awaited=0, sync_steps=8, num_fragments=2)
     this.strategy._trained = [30, 20]
-    assert this.train() == Contribution(early=True, changed=True)
+    assert this.train() == Contribution(unfinished=True, has_earlier_changes=True)
     assert (this.steps, this.changes, this.given) == ([], [{0: 0.3}], [{0: 0.3}])
 
 
@@ -179,11 +179,11 @@ def test_a_group_that_came_late_gives_the_batches_of_what_it_made_ahead(monkeypa
     this.train()
     strategy = this.strategy
     assert strategy._ahead is not None
-    strategy._ahead.behind, strategy._trained, strategy._sent = None, [2 * TOKENS], {}  # committed
-    strategy.begin_work()
-    strategy._position.step, strategy._late = 3, True
+    strategy._ahead.previous, strategy._trained, strategy._given = None, [2 * TOKENS], {}  # committed
+    strategy.start_update()
+    strategy._position.step, strategy._exchanges_at_once = 3, True
     made = this.train()
-    assert (made.early, made.valid_tokens, made.entries) == (True, 2 * TOKENS, (Entry(0, 12, 2, b"state"),))
+    assert (made.unfinished, made.valid_tokens, made.entries) == (True, 2 * TOKENS, (Entry(0, 12, 2, b"state"),))
     assert this.changes[-1] == {0: 2 * TOKENS / 100}
     this.train()  # the others are gone
     assert this.steps == [*range(9, 19)]
@@ -192,7 +192,7 @@ def test_a_group_that_came_late_gives_the_batches_of_what_it_made_ahead(monkeypa
 def test_a_round_without_more_data_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its update ends the data; the next round finds none."""
     made = (this := Round(monkeypatch, data=2, fragment_sync_delay=2)).train()
-    assert (made.early, made.valid_tokens) == (False, 2 * TOKENS)
+    assert (made.unfinished, made.valid_tokens) == (False, 2 * TOKENS)
     assert not this.sent
     with pytest.raises(DataEndedError):
         Round(monkeypatch, data=0).train()
@@ -222,8 +222,8 @@ def test_steps_are_made_while_the_exchange_is_under_way(monkeypatch: pytest.Monk
     assert ahead is not None
     assert (done.inner_steps, done.overlapped_seconds) == (4, 2.0)
     assert (ahead.inner_steps, ahead.readings[0].entry) == (2, Entry(0, 12, 2, b"state"))
-    ahead.behind = None  # committed
-    strategy.begin_work()
+    ahead.previous = None  # committed
+    strategy.start_update()
     strategy._position.step = 3
     assert strategy._ahead is None
     assert strategy.work is ahead
@@ -268,12 +268,12 @@ def test_who_is_told_to_leave_finishes_the_round_if_there_is_time(
 
     this.strategy._make_step = make_step
     if steps == 4:
-        assert not this.train().early
+        assert not this.train().unfinished
     else:
         with pytest.raises(Leaving):
             this.train()
     assert len(this.steps) == steps
-    assert this.strategy._broken_off == broken_off
+    assert this.strategy._break_off_reason == broken_off
 
 
 BROKEN_OFF = "3 steps of the round were left, too many for drain_timeout_seconds"
@@ -301,12 +301,12 @@ def test_who_leaves_with_a_state_that_is_not_saved_meets_the_others(
 
     this.replica.await_others = await_others
     if they_come:
-        assert this.train().early
+        assert this.train().unfinished
     else:
         with pytest.raises(Leaving):
             this.train()
     assert len(this.steps) == 1
-    assert this.strategy._broken_off == BROKEN_OFF
+    assert this.strategy._break_off_reason == BROKEN_OFF
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
@@ -317,7 +317,7 @@ def test_who_saves_in_the_midst_of_its_round_has_the_model_of_the_last_update(
     this, done = Round(monkeypatch), list[str]()
     vars(this.strategy).update(
         outer=SimpleNamespace(restore_model=lambda: done.append("restore")),
-        state=SimpleNamespace(spoiled=spoiled, drop_moments=lambda: done.append("drop")),
+        state=SimpleNamespace(has_nonfinite_moments=spoiled, drop_moments=lambda: done.append("drop")),
     )
     this.training.step = 11
     this.strategy.go_back_to_update()
@@ -329,7 +329,7 @@ def test_who_is_overdue_is_not_asked_for_the_rest_of_its_round(monkeypatch: pyte
     """The deadline that is over with a step lets it ask; from then on it only waits for the others."""
     this = Round(monkeypatch, sync_deadline_seconds=1.0, awaited=2, drain_timeout_seconds=3.0)
     this.told = True
-    assert not this.train().early
+    assert not this.train().unfinished
     assert len(this.steps) == 2
 
 
@@ -354,7 +354,7 @@ def test_no_step_is_made_behind_the_last_round(monkeypatch: pytest.MonkeyPatch, 
 def test_a_group_that_is_awaited_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its round may not be over: the others may only have met for one that heals."""
     this = Round(monkeypatch, early=True, awaited=2, fragment_sync_delay=2)
-    assert this.train().early
+    assert this.train().unfinished
     assert not this.sent
 
 
@@ -363,13 +363,13 @@ def test_who_is_slow_asks_at_the_deadline_and_trains_on(monkeypatch: pytest.Monk
     this = Round(monkeypatch, sync_deadline_seconds=2.0, awaited=3)
     made = this.train()
     assert (this.asked_at, len(this.steps)) == ([2], 3)
-    assert (made.early, made.valid_tokens) == (False, 3 * TOKENS)
+    assert (made.unfinished, made.valid_tokens) == (False, 3 * TOKENS)
 
 
 def test_who_is_fast_makes_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline is for those that are slower."""
     made = (this := Round(monkeypatch, sync_deadline_seconds=9.0, awaited=0)).train()
-    assert (len(this.steps), made.early) == (4, False)
+    assert (len(this.steps), made.unfinished) == (4, False)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def cut(model: torch.nn.Module | None = None, **config: Any) -> list[int]:
         _training=SimpleNamespace(model_parts=[model or layered()]),
         _group=SimpleNamespace(gather=lambda value: [value]),
     )
-    return strategy._cut_fragments()
+    return strategy._assign_fragments()
 
 
 def layered() -> torch.nn.Module:
@@ -457,14 +457,14 @@ def test_only_who_has_trained_a_fragment_keeps_a_share_of_it(sent: dict[int, int
         ),
         _steps_per_round=4,
         _trained=[10],
-        _sent=dict(sent),
+        _given=dict(sent),
         _ahead=None,
         _group=SimpleNamespace(gather=lambda value: [value]),
         _counters=SimpleNamespace(advance=lambda update: counted.append(update.tokens)),
         outer=SimpleNamespace(step=lambda alpha: found.append(alpha) or 0.0),
         work=RoundWork(9, lr=0.1),
     )
-    sums = SimpleNamespace(is_kept=True, write=lambda scale=None: None)
+    sums = SimpleNamespace(is_copy=True, write=lambda scale=None: None)
     strategy.apply(Update(step=3, tokens=1, lineage=1, scale=1.0, entries=[], readers=[], sums=sums))
     assert (found, counted) == ([alpha], [1])
     assert strategy._trained == [10 - sum(sent.values())]
@@ -503,7 +503,7 @@ def test_who_leaves_names_the_batches_that_are_in_no_update(
 
 def leaving(work: RoundWork, ahead: RoundWork | None = None, broken_off: str = "") -> Departure:
     strategy = RoundStrategy.__new__(RoundStrategy)
-    vars(strategy).update(_broken_off=broken_off, _ahead=ahead, work=work)
+    vars(strategy).update(_break_off_reason=broken_off, _ahead=ahead, work=work)
     return strategy.describe_departure()
 
 
@@ -536,7 +536,7 @@ def test_a_rank_that_the_timeout_ends_names_the_batches_of_its_rounds(
 ) -> None:
     """Also those of steps that it has made while the exchange was under way; a batch in an update is not void."""
     work = RoundWork(9, 0.1, [Reading(Entry(1, 8, 4, b""), [], "c5")])
-    ahead = RoundWork(13, 0.1, [Reading(Entry(1, 12, 2, b""), [], "c5")], behind=work)
+    ahead = RoundWork(13, 0.1, [Reading(Entry(1, 12, 2, b""), [], "c5")], previous=work)
     strategy = RoundStrategy.__new__(RoundStrategy)
     vars(strategy).update(_steps_per_round=4, _under_way=work, _ahead=ahead, _position=SimpleNamespace(step=committed))
     found = [reading.entry for reading in strategy.find_uncommitted()]
@@ -566,13 +566,13 @@ def test_what_follows_an_update(
     vars(strategy).update(
         _training=SimpleNamespace(step=step, num_steps=12),
         _position=SimpleNamespace(exclusions=exclusions),
-        _replica=SimpleNamespace(open=lambda: found.append("open") or opening),
-        _late=False,
+        _replica=SimpleNamespace(open_round=lambda: found.append("open") or opening),
+        _exchanges_at_once=False,
         state=SimpleNamespace(restore=lambda: found.append("anchors")),
     )
     assert strategy.meet_after_update() is heals
     assert found == done
-    assert strategy._late is (opening is Opening.EXCHANGE)
+    assert strategy._exchanges_at_once is (opening is Opening.EXCHANGE)
 
 
 @pytest.mark.parametrize(("own", "sibling"), [(False, False), (True, False), (False, True)])
@@ -585,7 +585,7 @@ def test_moments_are_dropped_on_all_ranks_or_on_none(own: bool, sibling: bool) -
         _training=SimpleNamespace(refresh_converters=lambda: None),
         _trained=[1],
         outer=SimpleNamespace(restore_model=lambda: None),
-        state=SimpleNamespace(spoiled=own, drop_moments=lambda: dropped.append(None)),
+        state=SimpleNamespace(has_nonfinite_moments=own, drop_moments=lambda: dropped.append(None)),
     )
     strategy._take_state()
     assert bool(dropped) == (own or sibling)
@@ -598,26 +598,26 @@ def test_who_goes_back_to_its_own_state_keeps_its_round(
     """The update that it had missed is lost with its holders: it offers the same change, and no step is made again."""
     this = Round(monkeypatch, fragment_sync_delay=ahead)
     strategy, restored = this.strategy, []
-    work = strategy.begin_work()
+    work = strategy.start_update()
     first = this.train()
     assert len(this.steps) == 4 + ahead
 
     def take_other_weights() -> None:
         restored.append(True)
-        strategy._begin_anew()
+        strategy._forget_work()
 
     strategy.state = SimpleNamespace(restore=take_other_weights)  # type: ignore[assignment]  # a stand-in
     if loads:
-        strategy._begin_anew()
-    this.replica.opens = False
+        strategy._forget_work()
+    this.replica.others_open = False
     assert not strategy.resume_after_heal()
     assert bool(restored) == bool(ahead)
-    assert (strategy.begin_work() is work) == keeps
+    assert (strategy.start_update() is work) == keeps
     if keeps:
         assert this.train() == first
         assert this.steps == [9, 10, 11, 12]
         assert this.changes == [{0: 4 * TOKENS / 100}] * 2
-        strategy._begin_anew()
+        strategy._forget_work()
         strategy.resume_after_heal()
         assert strategy._ahead is None  # a state that is loaded ends it
 

@@ -27,7 +27,7 @@ from titan_ft.protocol import decision as decisions
 from titan_ft.protocol.errors import NonFiniteError
 from titan_ft.protocol.healing import NO_OFFER, Healing, Offer, Phase
 from titan_ft.protocol.ledger import Entry, Ledger
-from titan_ft.protocol.member import Member, Process, Quorum
+from titan_ft.protocol.member import GroupProcess, Member, Quorum
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.report import NOTHING, Contribution
 from titan_ft.protocol.round import Round
@@ -46,7 +46,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heal, "PAUSE_SECONDS", 0.0)
 
 
-def readers(*slots: int) -> tuple[Process, ...]:
+def readers(*slots: int) -> tuple[GroupProcess, ...]:
     """Return the first processes of groups."""
     return tuple((slot, 0.0) for slot in slots)
 
@@ -141,12 +141,12 @@ class Seat:
 class Total:
     """Stands in for sums: one number."""
 
-    is_kept = False
+    is_copy = False
 
     def __init__(self, value: float) -> None:
         self.value = value
 
-    def keep(self) -> Total:
+    def copy(self) -> Total:
         """Copy nothing: a number lasts."""
         return self
 
@@ -176,12 +176,12 @@ class Exchange:
     def __init__(self, seat: Seat, gradient: Callable[[], float]) -> None:
         self._seat, self._gradient = seat, gradient
         self._armed: bool | None = None
-        self.room, self.drop_residuals = Room(), lambda: None
+        self.copy_memory, self.drop_residuals = Room(), lambda: None
         self.contributed, self.sum = False, 0.0
-        self.under_way = False
+        self.waits_for_members = False
 
     @property
-    def sent(self) -> bool:
+    def is_launched(self) -> bool:
         """Say whether an exchange was launched."""
         return self._armed is not None
 
@@ -189,7 +189,7 @@ class Exchange:
         """Decide now, as the flight does when its quorum comes."""
         self.launch(newest_step)
 
-    def launch(self, newest_step: int | None = None, *, due: bool = True) -> None:
+    def launch(self, newest_step: int | None = None, *, may_update: bool = True) -> None:
         """Launch an exchange, without gradients if there is no such step."""
         self._armed = newest_step is not None and self._seat.await_quorum().max_step <= newest_step
 
@@ -531,7 +531,7 @@ def test_a_group_that_was_excluded_contributes_after_a_heal() -> None:
         assert group.step() is None
         healed.set()
         group.position.load(10, 5)  # as `Heal` leaves it
-        group.position.take_digest(fold48(str([fold48("good")])))
+        group.position.note_digest(fold48(str([fold48("good")])))
         group.position.show(Healing(Phase.READY))
         return group.step(arm=True)
 
@@ -580,7 +580,7 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
     joiner = groups.all[2]
     donated = Snapshot(0, 0, b"{}", torch.zeros(1))
     monkeypatch.setattr(heal, "fetch", lambda *_: donated)
-    take = Heal._take
+    take = Heal._start_attempt
 
     def take_and_fetch(self: Heal, offer: Offer) -> None:
         take(self, offer)
@@ -588,7 +588,7 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
         assert self._attempt._fetch.result(DEADLINE) is donated
 
     offers = iter([Offer((0, 1), 0, 0, 0)])
-    monkeypatch.setattr(Heal, "_take", take_and_fetch)
+    monkeypatch.setattr(Heal, "_start_attempt", take_and_fetch)
     monkeypatch.setattr(OfferSearch, "poll", lambda *_: next(offers, NO_OFFER))
 
     def go_on(group: OneGroup) -> list[Committed]:
@@ -679,7 +679,7 @@ def in_rounds(size: int, hub: Hub, **config: Any) -> Groups:
 def open_and_train(group: OneGroup, made: int = 4) -> Committed | None:
     """Open a round, as a group does behind an update, and make so many steps of it; the rest when it trains on."""
     group.read = []
-    opening = group.dimension.open()
+    opening = group.dimension.open_round()
     return commit(group, made if opening is step.Opening.TRAIN else 0)
 
 
@@ -690,7 +690,7 @@ def commit(group: OneGroup, made: int) -> Committed | None:
     def contribute() -> Contribution:
         tokens = TOKENS * len(group.read)
         entries = (Entry(group.slot, group.ledger.end(group.slot), len(group.read), b"state"),) if group.read else ()
-        return Contribution(tokens, tokens, 1.0, 1.0, 0.1, entries, early=len(group.read) < 4)
+        return Contribution(tokens, tokens, 1.0, 1.0, 0.1, entries, unfinished=len(group.read) < 4)
 
     def train(slots: list[int]) -> Contribution:
         group.read = [group.slot] * 4
@@ -715,10 +715,10 @@ def test_a_group_that_meets_others_at_the_begin_of_their_round_trains_on() -> No
 def test_all_ranks_of_a_group_see_what_one_of_them_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two steps each may know of something else: they act on all of it, behind the same step, or on none."""
     group = in_rounds(2, Hub([0, 1])).all[0]
-    monkeypatch.setattr(Rounds, "signs", Sign.TOLD)
-    monkeypatch.setattr(group.dimension._group, "gather", lambda own: [int(own), int(Sign.WANTED)])
-    assert group.dimension.look() == Sign.TOLD | Sign.WANTED
-    assert group.dimension.look(overdue=True) == Sign.TOLD | Sign.WANTED | Sign.OVERDUE
+    monkeypatch.setattr(Rounds, "signs", Sign.LEAVE_REQUESTED)
+    monkeypatch.setattr(group.dimension._group, "gather", lambda own: [int(own), int(Sign.STATE_WANTED)])
+    assert group.dimension.gather_signs() == Sign.LEAVE_REQUESTED | Sign.STATE_WANTED
+    assert group.dimension.gather_signs(overdue=True) == Sign.LEAVE_REQUESTED | Sign.STATE_WANTED | Sign.OVERDUE
 
 
 @pytest.mark.parametrize("made", [0, 1])
@@ -749,8 +749,8 @@ def test_a_group_does_not_wait_for_others_that_train_already(monkeypatch: pytest
     groups = in_rounds(2, Hub([0, 1]))
     for group in groups.all:
         group.seat.quorum_ready = False
-    assert groups.run(lambda group: group.dimension.open()) == [step.Opening.TRAIN] * 2
-    assert all(group.dimension.early for group in groups.all)
+    assert groups.run(lambda group: group.dimension.open_round()) == [step.Opening.TRAIN] * 2
+    assert all(group.dimension.quorum_requested for group in groups.all)
     assert not any(group.seat.number > 0 for group in groups.all)
 
 
@@ -760,11 +760,11 @@ def test_a_group_that_meets_others_early_shows_its_bytes_to_a_joiner() -> None:
     for group in groups.all:
         group.position.load(3, 7)
     groups.all[0].rounds.make()  # alone; the other one comes after it
-    groups.all[0].position.take_digest(0)
+    groups.all[0].position.note_digest(0)
 
     def give_early(group: OneGroup) -> None:
         group.read = [group.slot]
-        group.rounds.make(Contribution(TOKENS, TOKENS, 1.0, 1.0, 0.1, early=True))
+        group.rounds.make(Contribution(TOKENS, TOKENS, 1.0, 1.0, 0.1, unfinished=True))
 
     def join(group: OneGroup) -> bool:
         group.position.fall_behind()

@@ -37,12 +37,12 @@ def test_an_update_is_clipped_stepped_and_counted() -> None:
         _counters=SimpleNamespace(advance=lambda update: done.append(f"count {update.tokens}")),
         work=Work(3, lr=0.5),
     )
-    sums: Any = SimpleNamespace(is_kept=False, write=lambda scale: done.append(f"write x {scale}"))
+    sums: Any = SimpleNamespace(is_copy=False, write=lambda scale: done.append(f"write x {scale}"))
     update: Any = SimpleNamespace(sums=sums, scale=2.0, slots=[0, 1], tokens=7)
     assert strategy.apply(update)() == 3.0
     assert done == ["write x 2.0", "clip", "await staging", "step at 0.25", "schedule", "count 7"]
     assert strategy.work.lr == 0.25
-    sums.is_kept = True  # a replay: the LR is that of no update of this rank's work
+    sums.is_copy = True  # a replay: the LR is that of no update of this rank's work
     strategy.apply(update)
     assert strategy.work.lr == 0.25
 

@@ -12,38 +12,72 @@ from titan_ft.engine.waits import MIN_WAIT_SECONDS, WaitLog, find_waits
 from titan_ft.protocol.row import Row, Standing, Why
 
 
-def row(slot: int, came: float, asked: float = 0.0, doing: Why = Why.COMPUTING, connecting: bool = False) -> Row:
-    return Row(slot, Standing.READY, 7, asked=asked, came=came, doing=doing, connecting=connecting)
+def row(
+    slot: int,
+    came: float,
+    asked_before_seconds: float = 0.0,
+    activity: Why = Why.COMPUTING,
+    connecting: bool = False,
+) -> Row:
+    return Row(
+        slot,
+        Standing.READY,
+        7,
+        asked_before_seconds=asked_before_seconds,
+        ready_after_seconds=came,
+        activity=activity,
+        connecting=connecting,
+    )
 
 
 def waits(
-    *rows: Row, began: float | None = None, connected: float = 0.0, gone: Any = ()
+    *rows: Row,
+    began: float | None = None,
+    connected: float = 0.0,
+    gone: Any = (),
 ) -> list[tuple[int, Why, float]]:
     """Return what the first member waited for."""
-    found = find_waits(rows, 0, rows[0].came if began is None else began, connected, gone)
+    found = find_waits(
+        rows,
+        0,
+        rows[0].ready_after_seconds if began is None else began,
+        connected,
+        gone,
+    )
     return [(slot, why, pytest.approx(seconds)) for slot, why, seconds in found]
 
 
 def test_the_last_one_is_waited_for() -> None:
     """By as much as it came later than this group; nobody is where this group came last."""
-    assert waits(row(0, 1.0), row(1, 1.5), row(2, 3.0, doing=Why.LOADING)) == [(2, Why.LOADING, 2.0)]
+    assert waits(row(0, 1.0), row(1, 1.5), row(2, 3.0, activity=Why.LOADING)) == [
+        (2, Why.LOADING, 2.0),
+    ]
     assert waits(row(0, 3.0), row(1, 1.5), row(2, 3.0)) == []
     assert waits(row(0, 3.0)) == []
 
 
 def test_a_joiner_is_charged_with_what_it_came_later_than_all_others() -> None:
     """Without it the exchange would not have been over sooner than the slowest group that trains."""
-    joiner = row(1, 3.0, doing=Why.CATCHING_UP)
-    assert waits(row(0, 1.0), joiner, row(2, 2.5)) == [(2, Why.COMPUTING, 1.5), (1, Why.CATCHING_UP, 0.5)]
+    joiner = row(1, 3.0, activity=Why.CATCHING_UP)
+    assert waits(row(0, 1.0), joiner, row(2, 2.5)) == [
+        (2, Why.COMPUTING, 1.5),
+        (1, Why.CATCHING_UP, 0.5),
+    ]
     assert waits(row(0, 1.0), joiner, row(2, 4.0)) == [(2, Why.COMPUTING, 3.0)]
 
 
 def test_the_wait_for_the_quorum_is_for_who_asked_last() -> None:
     """This group's part was there two seconds before the answer; the last one to ask did so half a second before it."""
-    early, late = row(0, 0.0, asked=4.0), row(1, 0.0, asked=0.5, doing=Why.BETWEEN_STEPS)
+    early, late = (
+        row(0, 0.0, asked_before_seconds=4.0),
+        row(1, 0.0, asked_before_seconds=0.5, activity=Why.BETWEEN_STEPS),
+    )
     assert waits(early, late, began=-2.0) == [(1, Why.BETWEEN_STEPS, 1.5)]
     gone = [(2, Why.LOST)]
-    assert waits(early, late, began=-2.0, gone=gone) == [(1, Why.BETWEEN_STEPS, 1.5), (2, Why.LOST, 0.5)]
+    assert waits(early, late, began=-2.0, gone=gone) == [
+        (1, Why.BETWEEN_STEPS, 1.5),
+        (2, Why.LOST, 0.5),
+    ]
     assert waits(late, early, began=-2.0) == [], "it asked last: it has waited for nobody"
 
 
@@ -57,8 +91,11 @@ def test_what_all_take_to_connect_at_the_start_is_a_wait_for_nobody() -> None:
 def test_what_all_take_to_connect_is_a_wait_for_those_that_came_or_went() -> None:
     """From the answer on, or from when this group was ready, if that was later."""
     own, other = row(0, 5.0, connecting=True), row(1, 5.0, connecting=True)
-    joiner = row(2, 5.5, connecting=True, doing=Why.CATCHING_UP)
-    assert waits(own, other, joiner, began=-1.0, connected=5.0) == [(2, Why.CATCHING_UP, 5.0), (2, Why.CONNECTING, 0.5)]
+    joiner = row(2, 5.5, connecting=True, activity=Why.CATCHING_UP)
+    assert waits(own, other, joiner, began=-1.0, connected=5.0) == [
+        (2, Why.CATCHING_UP, 5.0),
+        (2, Why.CONNECTING, 0.5),
+    ]
     assert waits(own, other, began=1.0, connected=5.0, gone=[(3, Why.LOST)]) == [(3, Why.LOST, 4.0)]
     assert waits(own, joiner, began=1.0, connected=5.0, gone=[(3, Why.LEFT)]) == [
         (3, Why.LEFT, 2.0),
@@ -72,14 +109,21 @@ def test_what_all_take_to_connect_is_a_wait_for_those_that_came_or_went() -> Non
 
 def test_a_joiner_that_asks_while_the_lighthouse_waits_for_a_lost_group_is_not_waited_for() -> None:
     """Its former process, for instance: its heartbeats have yet to be missed."""
-    own, joiner = row(0, 0.0, asked=1.0), row(1, 0.0, asked=0.2, doing=Why.CATCHING_UP)
+    own, joiner = (
+        row(0, 0.0, asked_before_seconds=1.0),
+        row(1, 0.0, asked_before_seconds=0.2, activity=Why.CATCHING_UP),
+    )
     assert waits(own, joiner, began=-1.0) == [(1, Why.CATCHING_UP, 0.8)]
     assert waits(own, joiner, began=-1.0, gone=[(1, Why.LOST)]) == [(1, Why.LOST, 1.0)]
 
 
 def test_what_is_waited_before_the_own_request_belongs_to_the_exchange_before() -> None:
     """Gradients that are exchanged once more were there long ago."""
-    assert waits(row(0, 0.0, asked=1.0), row(1, 0.2, asked=1.0), began=-9.0) == [(1, Why.COMPUTING, 0.2)]
+    assert waits(
+        row(0, 0.0, asked_before_seconds=1.0),
+        row(1, 0.2, asked_before_seconds=1.0),
+        began=-9.0,
+    ) == [(1, Why.COMPUTING, 0.2)]
 
 
 def make(log: WaitLog, began: float, *rows: Row, answered: float = 10.0, left: Any = ()) -> None:
@@ -111,7 +155,14 @@ def test_an_exchange_that_broke_was_a_wait_for_who_is_gone(left: list[int], why:
     log.note_broken([(0, 0.0), (1, 0.0), (2, 0.0)], 12.5)
     log.start_wait(12.6)
     log.note_broken([(0, 0.0), (1, 0.0), (2, 0.0)], 12.7)
-    make(log, 12.7, row(0, 0.0, asked=0.3), row(1, 0.0, asked=0.3), answered=13.1, left=left)
+    make(
+        log,
+        12.7,
+        row(0, 0.0, asked_before_seconds=0.3),
+        row(1, 0.0, asked_before_seconds=0.3),
+        answered=13.1,
+        left=left,
+    )
     # 0.5 s and 0.1 s until they broke, and 0.3 s in which the lighthouse waited for it.
     assert take(log) == [(2, 0.9, why)]
     make(log, 20.0, row(0, 0.0), row(1, 0.3), answered=20.0)
@@ -125,7 +176,7 @@ def test_a_group_that_was_restarted_meanwhile_was_lost_too() -> None:
     log.start_wait(11.0)
     log.note_broken([(0, 0.0), (1, 0.0)], 11.5)
     log.start_wait(12.0)
-    rows = [row(0, 0.0), row(1, 0.25, doing=Why.CATCHING_UP)]
+    rows = [row(0, 0.0), row(1, 0.25, activity=Why.CATCHING_UP)]
     log.note_success(rows, 0, 12.0, 12.0, [(0, 0.0), (1, 11.2)], [])
     assert take(log) == [(1, 0.5, "lost"), (1, 0.25, "catching_up")]
 

@@ -117,7 +117,10 @@ class Rank:
 
     def backward(self, seed: int, sometimes: bool = False) -> None:
         """Add the gradients of a batch."""
-        self.model(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)), sometimes).backward()
+        self.model(
+            torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)),
+            sometimes,
+        ).backward()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -128,10 +131,13 @@ class Rank:
         """Copy the local gradients, in the order of the model."""
         return [None if p.grad is None else p.grad.clone() for p in self.parameters]
 
-    def finish(self, gives: bool = True, *, due: bool = True) -> Reduced:
+    def finish(self, gives: bool = True, *, may_update: bool = True) -> Reduced:
         """Complete the exchange; the row tells rank and a number, the message is one byte longer for each rank."""
         reduced = exchange_with(
-            self.exchange, lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank]), gives, due
+            self.exchange,
+            lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank]),
+            gives,
+            may_update,
         )
         self.sums = reduced.sums
         return reduced
@@ -302,7 +308,8 @@ def test_a_gradient_that_changes_behind_its_last_microbatch_ends_the_run() -> No
 
 
 def test_the_first_backward_counts_the_calls_of_each_hook(ring: Ring) -> None:
-    """A weight that is used twice has its hook called twice, by a loss that goes backward in two parts.
+    """A weight that is used twice has its hook called twice, by a loss that goes backward in two
+    parts.
 
     What is there after the first call is half of a gradient.
     """
@@ -398,7 +405,12 @@ def test_a_rank_that_offers_nothing_has_time_for_itself(ring: Ring) -> None:
     giver.backward(seed=1)
     buckets = taker.exchange._buckets
     flats = [torch.full_like(each.flat, 2.0) for each in buckets]
-    earlier = Sums(buckets, [[1.0] * len(each.parts) for each in buckets], taker.exchange.room, flats)
+    earlier = Sums(
+        buckets,
+        [[1.0] * len(each.parts) for each in buckets],
+        taker.exchange.copy_memory,
+        flats,
+    )
     taker.exchange.launch()
     earlier.write(1.0)
     assert all(gradient is not None and bool((gradient == 2.0).all()) for gradient in taker.gradients())
@@ -418,11 +430,11 @@ def test_an_exchange_is_under_way_until_the_others_give(ring: Ring) -> None:
     giver.exchange.arm(NEWEST)
     taker.exchange.launch()
     time.sleep(0.2)
-    assert taker.exchange.under_way
+    assert taker.exchange.waits_for_members
     told = ring.start(giver.finish)
     ring.together(lambda: taker.finish(gives=False))
     told.result(DEADLINE)
-    assert not taker.exchange.under_way
+    assert not taker.exchange.waits_for_members
 
 
 def arm(rank: Rank) -> None:
@@ -432,7 +444,7 @@ def arm(rank: Rank) -> None:
 
 def send(rank: Rank) -> None:
     """Launch a whole exchange."""
-    rank.exchange.send(NEWEST, MemberFacts(lambda quorum: ([float(quorum.rank)], b"")))
+    rank.exchange.launch_with(NEWEST, MemberFacts(lambda quorum: ([float(quorum.rank)], b"")))
 
 
 def launch_empty(rank: Rank) -> None:
@@ -443,7 +455,9 @@ def launch_empty(rank: Rank) -> None:
 @pytest.mark.parametrize("second", [arm, send, launch_empty])
 @pytest.mark.parametrize("first", [arm, send, launch_empty])
 def test_an_exchange_is_launched_once(
-    ring: Ring, first: Callable[[Rank], None], second: Callable[[Rank], None]
+    ring: Ring,
+    first: Callable[[Rank], None],
+    second: Callable[[Rank], None],
 ) -> None:
     """A second launch before `finish` is our bug: two threads would write the same buckets. The first one goes on."""
     rank = ring.rank()
@@ -456,7 +470,7 @@ def test_an_exchange_is_launched_once(
     assert rank.exchange._flight is flight
     ring.meet(rank)
     rank.finish()
-    assert not rank.exchange.sent
+    assert not rank.exchange.is_launched
     second(rank)
     rank.finish()
     if second is not launch_empty:
@@ -473,7 +487,9 @@ def test_without_a_giver_only_rows_travel(ring: Ring) -> None:
     for rank in ranks:
         rank.backward(seed=1)
         rank.exchange._buckets[0].flat.fill_(7.0)
-        rank.seat.process_group.allreduce = lambda tensors, options: summed.append(tensors[0].numel())
+        rank.seat.process_group.allreduce = lambda tensors, options: summed.append(
+            tensors[0].numel(),
+        )
         send = rank.seat.process_group.alltoall_base
 
         def count(received: torch.Tensor, *more: Any, send: Any = send) -> Any:
@@ -571,7 +587,10 @@ def test_what_is_no_update_for_anybody_does_not_travel(ring: Ring, due: bool) ->
     for number, rank in enumerate(ranks):
         rank.backward(seed=number)
     own = ranks[0].gradients()
-    told = ring.together(lambda: ranks[0].finish(due=False), lambda: ranks[1].finish(gives=False, due=due))
+    told = ring.together(
+        lambda: ranks[0].finish(may_update=False),
+        lambda: ranks[1].finish(gives=False, may_update=due),
+    )
     assert all([row[0] for row in reduced.rows] == [0.0, 1.0] for reduced in told)
     assert (ranks[0].exchange.take_wire_bytes() > 0) == due
     ranks[0].sums.write(1.0)
@@ -643,7 +662,7 @@ def test_scaling_and_keeping(ring: Ring) -> None:
     rank.backward(seed=1)
     before = rank.gradients()
     rank.finish()
-    kept = rank.sums.keep()
+    kept = rank.sums.copy()
     rank.model.zero_grad()
     rank.backward(seed=2)
     rank.finish()
@@ -662,7 +681,7 @@ def test_gradients_of_another_loss_are_scaled_once(ring: Ring, kept: bool) -> No
     rank.finish()
     ring.meet(rank)
     rank.finish()  # once more, from the same gradients
-    (rank.sums.keep() if kept else rank.sums).write(2.0)
+    (rank.sums.copy() if kept else rank.sums).write(2.0)
     check_gradients(rank, [None if gradient is None else gradient * 0.5 for gradient in before])
 
 
@@ -675,14 +694,26 @@ def fragmented(ring: Ring, number: int = 2, quantize: bool = False) -> list[Rank
     for seed in range(number):
         rank = Rank(0, 60, overlap=False, timeout_seconds=DEADLINE)
         fragments = [place % 3 for place in range(len(rank.parameters))]
-        ranks.append(Rank(0, 60, overlap=False, timeout_seconds=DEADLINE, fragments=fragments, quantize=quantize))
+        ranks.append(
+            Rank(
+                0,
+                60,
+                overlap=False,
+                timeout_seconds=DEADLINE,
+                fragments=fragments,
+                quantize=quantize,
+            ),
+        )
         for place, parameter in enumerate(ranks[-1].parameters):
             parameter.grad = torch.full_like(parameter, 1.0 + place + 10 * seed)
     ring.meet(*ranks)
     return ranks
 
 
-def only(fragments: Collection[int], gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def only(
+    fragments: Collection[int],
+    gradients: list[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
     """Return the gradients of these fragments, None for the others."""
     return [gradient if place % 3 in fragments else None for place, gradient in enumerate(gradients)]
 
@@ -694,11 +725,11 @@ def test_only_what_is_given_travels(ring: Ring, given: list[int], kept: bool) ->
     ranks = fragmented(ring, 3)
     totals = only(given, sums(ranks[0].gradients(), ranks[1].gradients()))
     for rank in ranks[:2]:
-        rank.exchange.give(dict.fromkeys(given, 1.0))
+        rank.exchange.give_fragments(dict.fromkeys(given, 1.0))
     ranks[2].exchange.launch()  # it knows of no fragment
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
-        reduced = rank.sums.keep()
+        reduced = rank.sums.copy()
         held = [bucket.fragment in given for bucket in rank.exchange._buckets]
         assert [each is not None for each in reduced.flats] == held
         assert set(held) == {False, True}
@@ -714,7 +745,7 @@ def test_a_mean_is_by_the_weights_that_were_given(ring: Ring) -> None:
         for place, parameter in enumerate(rank.parameters):
             assert parameter.grad is not None
             parameter.grad *= weights.get(place % 3, 1.0)
-        rank.exchange.give(weights)
+        rank.exchange.give_fragments(weights)
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
         rank.sums.write()
@@ -728,24 +759,26 @@ def test_givers_of_different_fragments_send_rows_only(ring: Ring) -> None:
     """One has made an update that the other has missed: the rows will show it, and no sum may be of two fragments."""
     ranks = fragmented(ring)
     before = [rank.gradients() for rank in ranks]
-    ranks[0].exchange.give({0: 1.0})
-    ranks[1].exchange.give({1: 1.0})
+    ranks[0].exchange.give_fragments({0: 1.0})
+    ranks[1].exchange.give_fragments({1: 1.0})
     told = ring.together(*[rank.finish for rank in ranks])
     for rank, reduced, own in zip(ranks, told, before, strict=True):
         assert [row[0] for row in reduced.rows] == [0.0, 1.0]
         check_gradients(rank, own)
-        assert not any(each is not None for each in rank.sums.keep().flats)
+        assert not any(each is not None for each in rank.sums.copy().flats)
 
 
 def test_an_exchange_that_was_sent_needs_nobody_until_it_is_finished(ring: Ring) -> None:
     """Rows and sums go between the threads, while this rank does something else; what it does is in neither."""
     ranks = fragmented(ring)
     totals = only([0], sums(*[rank.gradients() for rank in ranks]))
-    facts: list[Callable[[Quorum], Any]] = [lambda quorum: ([float(quorum.rank)], b"x" * quorum.rank)] * 2
+    facts: list[Callable[[Quorum], Any]] = [
+        lambda quorum: ([float(quorum.rank)], b"x" * quorum.rank),
+    ] * 2
     for rank, describe in zip(ranks, facts, strict=True):
-        rank.exchange.give({0: 1.0})
-        rank.exchange.send(NEWEST, MemberFacts(describe))
-        assert rank.exchange.sent
+        rank.exchange.give_fragments({0: 1.0})
+        rank.exchange.launch_with(NEWEST, MemberFacts(describe))
+        assert rank.exchange.is_launched
     for rank in ranks:
         assert rank.exchange._flight is not None
         rank.exchange._flight._thread.join(DEADLINE)
@@ -756,15 +789,15 @@ def test_an_exchange_that_was_sent_needs_nobody_until_it_is_finished(ring: Ring)
         assert (reduced.rows, reduced.messages) == ([[0.0], [1.0]], [b"", b"x"])
         rank.sums.write(1.0)
         check_gradients(rank, totals)
-        assert not rank.exchange.sent
+        assert not rank.exchange.is_launched
 
 
 def test_an_exchange_that_was_sent_and_broke_is_repeated(ring: Ring) -> None:
     """It breaks while nobody looks; that it did is told when it is finished, and the next one has the same sums."""
     ranks = fragmented(ring)
     totals = only([0], ranks[0].gradients())
-    ranks[0].exchange.give({0: 1.0})
-    ranks[0].exchange.send(NEWEST, MemberFacts(lambda quorum: ([1.0], b"")))
+    ranks[0].exchange.give_fragments({0: 1.0})
+    ranks[0].exchange.launch_with(NEWEST, MemberFacts(lambda quorum: ([1.0], b"")))
     ranks[1].seat.process_group.abort()
     with pytest.raises(ExchangeError):
         ranks[0].finish()
@@ -826,14 +859,14 @@ def test_quantized_sums_have_the_same_bytes_everywhere(ring: Ring) -> None:
     totals = sums(*[rank.gradients() for rank in givers])
     joiner.exchange.launch()
     ring.together(*[rank.finish for rank in (*givers, joiner)])
-    kept = joiner.sums.keep()
+    kept = joiner.sums.copy()
     for rank in givers:
-        for mine, theirs in zip(rank.sums.keep().flats, kept.flats, strict=True):
+        for mine, theirs in zip(rank.sums.copy().flats, kept.flats, strict=True):
             assert mine is not None
             assert theirs is not None
             assert mine.numpy().tobytes() == theirs.numpy().tobytes()
     kept.write(1.0)
-    assert all(bucket.used.tolist() == [3.0] * len(bucket.parts) for bucket in joiner.exchange._buckets)
+    assert all(bucket.part_weights.tolist() == [3.0] * len(bucket.parts) for bucket in joiner.exchange._buckets)
     for found, wanted in zip(joiner.gradients(), totals, strict=True):
         assert found is not None
         assert wanted is not None
@@ -864,8 +897,12 @@ def test_a_broken_quantized_exchange_is_repeated_with_the_same_bytes(ring: Ring)
         nonlocal left
         left -= 1
         if not left:
-            # An abort before the survivors come to their last bucket would break them off in an earlier one.
-            wait_until(lambda: all(len(sent) == num_buckets for sent in payloads), "the survivors give their last")
+            # An abort before the survivors come to their last bucket would break them off in an
+            # earlier one.
+            wait_until(
+                lambda: all(len(sent) == num_buckets for sent in payloads),
+                "the survivors give their last",
+            )
             lost.seat.process_group.abort()
             raise RuntimeError("dead")
         return gather(*arguments)
@@ -900,7 +937,7 @@ def test_what_is_left_stays_where_this_rank_gives_nothing(ring: Ring, gives: str
     sent = note_payloads(rank)
     ring.meet(rank, peer)
     ring.together(rank.finish, peer.finish)  # broke elsewhere, say
-    kept = rank.sums.keep()
+    kept = rank.sums.copy()
     before = rank.gradients()
     if gives == "nothing":
         ring.meet(rank, peer)
@@ -949,13 +986,15 @@ def test_what_is_left_is_of_a_fragment(ring: Ring) -> None:
     before = ranks[0].gradients()
     for given in (0, 1, 0, 2, 0):
         for rank in ranks:
-            rank.exchange.give({given: 1.0})
+            rank.exchange.give_fragments({given: 1.0})
         ring.meet(*ranks)
         ring.together(*[rank.finish for rank in ranks])
         for rank in ranks:
             rank.sums.write(1.0)
         if given == 0:
-            totals = totals + torch.cat([g.flatten() for g in ranks[0].gradients() if g is not None])
+            totals = totals + torch.cat(
+                [g.flatten() for g in ranks[0].gradients() if g is not None],
+            )
             exact += 2 * torch.cat([g.flatten() for g in only([0], before) if g is not None])
         for rank in ranks:
             for parameter, gradient in zip(rank.parameters, before, strict=True):
@@ -968,7 +1007,9 @@ def test_a_quantized_gradient_that_is_not_finite_is_seen(ring: Ring) -> None:
     ranks = quantized(ring)
     assert ranks[0].parameters[0].grad is not None
     ranks[0].parameters[0].grad[0, 0] = float("inf")
-    assert [reduced.spoiled for reduced in ring.together(*[rank.finish for rank in ranks])] == [[True, False]] * 2
+    assert [reduced.nonfinite for reduced in ring.together(*[rank.finish for rank in ranks])] == [
+        [True, False],
+    ] * 2
     ranks[1].sums.write(1.0)
     first = ranks[1].parameters[0].grad
     assert first is not None
@@ -990,14 +1031,14 @@ def test_sums_in_bfloat16_have_the_same_bytes_everywhere(ring: Ring) -> None:
     own = [rank.gradients() for rank in givers]
     joiner.exchange.launch()
     ring.together(*[rank.finish for rank in ranks])
-    kept = joiner.sums.keep()
+    kept = joiner.sums.copy()
     kept.write(1.0)
     for rank in givers:
         check_gradients(rank, own[givers.index(rank)])
         rank.sums.write(1.0)
         check_gradients(rank, joiner.gradients())
     assert [rank.count.tolist() for rank in ranks] == [[3 * 2.0**22 + 3] * 2] * 4
-    assert all(bucket.used.tolist() == [3.0] * len(bucket.parts) for bucket in joiner.exchange._buckets)
+    assert all(bucket.part_weights.tolist() == [3.0] * len(bucket.parts) for bucket in joiner.exchange._buckets)
     for found, *terms in zip(joiner.gradients(), *own, strict=True):
         assert found is not None
         exact = torch.stack([term for term in terms if term is not None])
@@ -1012,13 +1053,17 @@ def test_buckets_in_bfloat16_take_half_of_the_memory(numel: int) -> None:
     count = torch.zeros(5)
 
     def build(dtype: torch.dtype) -> GradientExchange:
-        options: dict[str, Any] = {"bucket_bytes": 1 << 20, "where": torch.device("cpu"), "overlap": False}
+        options: dict[str, Any] = {
+            "bucket_bytes": 1 << 20,
+            "where": torch.device("cpu"),
+            "overlap": False,
+        }
         return GradientExchange(parameters, None, dtype=dtype, counts=[count], **options)  # type: ignore[arg-type]
 
     exact = 4 * (5 + 3)  # the counts, and a weight for each of three parts
     assert build(torch.float32).num_bytes == 4 * (numel + 6) + exact
     in_half = build(torch.bfloat16)
-    assert in_half.num_bytes == in_half.room.num_bytes == 2 * (numel + numel % 2 + 6) + exact
+    assert in_half.num_bytes == in_half.copy_memory.num_bytes == 2 * (numel + numel % 2 + 6) + exact
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -1030,7 +1075,7 @@ def test_means_of_sums_in_bfloat16_are_rounded_once(ring: Ring, kept: bool) -> N
         rank.backward(seed)
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
-        sums, unscaled = rank.sums.keep(), rank.sums.keep()
+        sums, unscaled = rank.sums.copy(), rank.sums.copy()
         unscaled.write(1.0)
         expected = [None if each is None else each * 0.3 for each in rank.gradients()]
         (sums if kept else rank.sums).write(0.3)
@@ -1051,7 +1096,9 @@ def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
     ring.meet(*ranks[:2])
     ring.together(*[rank.finish for rank in ranks[:2]])
     for bucket, found, terms in zip(
-        ranks[0].exchange._buckets, *[rank.sums.keep().flats for rank in ranks[:2]], strict=True
+        ranks[0].exchange._buckets,
+        *[rank.sums.copy().flats for rank in ranks[:2]],
+        strict=True,
     ):
         assert found is not None
         assert terms is not None
@@ -1061,18 +1108,25 @@ def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
     ring.meet(ranks[2])
     ranks[2].finish()
     ranks[2].sums.write(1.0)
-    check_gradients(ranks[2], [None if each is None else each.bfloat16().float() for each in own[2]])
+    check_gradients(
+        ranks[2],
+        [None if each is None else each.bfloat16().float() for each in own[2]],
+    )
     ring.meet(*ranks)
     assert ranks[1].parameters[-1].grad is not None
     ranks[1].parameters[-1].grad[0] = float("nan")  # the first of several buckets
-    assert [reduced.spoiled for reduced in ring.together(*[r.finish for r in ranks])] == [[False, True, False]] * 3
+    assert [reduced.nonfinite for reduced in ring.together(*[r.finish for r in ranks])] == [
+        [False, True, False],
+    ] * 3
 
 
 # Slices
 
 
 def meet_for_operations(
-    ring: Ring, number: int, timeout_seconds: float = DEADLINE
+    ring: Ring,
+    number: int,
+    timeout_seconds: float = DEADLINE,
 ) -> tuple[list[Operations], list[BreakableGloo]]:
     """Return the operations of ranks that know each other, and their process groups."""
     ranks = [ring.rank() for _ in range(number)]
@@ -1082,7 +1136,7 @@ def meet_for_operations(
     ring.meet(*ranks)
     made = [Operations(rank.seat, CPU) for rank in ranks]  # type: ignore[arg-type]  # stands in for a membership
     for each, rank in zip(made, ranks, strict=True):
-        each.begin(rank.seat.await_quorum())
+        each.set_quorum(rank.seat.await_quorum())
         each.turn.held().__enter__()  # as the exchange's thread does
     return made, groups
 
@@ -1098,13 +1152,20 @@ def payload(operation: str, seed: int, num_members: int, columns: int) -> torch.
 
 
 @pytest.mark.parametrize(
-    "operation", [each if each == "all-to-all" else pytest.param(each, marks=pytest.mark.slow) for each in OPERATIONS]
+    "operation",
+    [each if each == "all-to-all" else pytest.param(each, marks=pytest.mark.slow) for each in OPERATIONS],
 )
 def test_the_timeout_bounds_a_slice_and_not_a_bucket(
-    ring: Ring, monkeypatch: pytest.MonkeyPatch, operation: str
+    ring: Ring,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
 ) -> None:
     """On a link that is slow, but works, a bucket arrives although it takes longer than the timeout."""
-    seconds, timeout, size = 1.25, 0.5, 8 << 20  # Gloo itself would wait for half a bucket, which takes longer
+    seconds, timeout, size = (
+        1.25,
+        0.5,
+        8 << 20,
+    )  # Gloo itself would wait for half a bucket, which takes longer
     monkeypatch.setattr(operations, "_SLICE_BYTES", size // 8)
     made, groups = meet_for_operations(ring, 2, timeout)
     for link in [link for group in groups for link in group._links]:
@@ -1120,7 +1181,10 @@ def test_the_timeout_bounds_a_slice_and_not_a_bucket(
 @pytest.mark.parametrize("columns", [1, 96, 97, 384, 1000])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_slices_are_put_together_as_one_operation_would(
-    ring: Ring, monkeypatch: pytest.MonkeyPatch, operation: str, columns: int
+    ring: Ring,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    columns: int,
 ) -> None:
     """The same bytes, whether or not the size is a multiple of the slice; what is no larger than one is not cut."""
     made, groups = meet_for_operations(ring, 3)
@@ -1132,7 +1196,9 @@ def test_slices_are_put_together_as_one_operation_would(
         make = getattr(groups[0], name)
 
         def note(*arguments: Any, make: Any = make) -> Any:
-            sizes.append(arguments[1][0].numel() if isinstance(arguments[1], list) else arguments[1].numel())
+            sizes.append(
+                arguments[1][0].numel() if isinstance(arguments[1], list) else arguments[1].numel(),
+            )
             return make(*arguments)
 
         monkeypatch.setattr(groups[0], name, note)
@@ -1178,7 +1244,8 @@ def test_bytes_on_the_wire_are_counted(ring: Ring, quantize: bool) -> None:
 
     def die(*arguments: Any) -> Any:
         if quantize or arguments[0][0].numel() == full:
-            # An abort before the others give their gradients would break them off with nothing sent.
+            # An abort before the others give their gradients would break them off with nothing
+            # sent.
             wait_until(lambda: all(rank.exchange._flight.wire_bytes for rank in ranks), "all give")
             ranks[0].seat.process_group.abort()
         return make(*arguments)
@@ -1228,7 +1295,13 @@ def test_parameters_are_cut_into_buckets_in_order() -> None:
     """Runs of at most the given size; a larger parameter has a bucket of its own; nothing is lost or reordered."""
     parts = [Gradient(nn.Parameter(torch.empty(numel))) for numel in (2, 2, 1, 30, 3, 0, 1, 1)]
     runs = partition(parts, 16)
-    assert [[part.shape.numel() for part in run] for run in runs] == [[2, 2], [1], [30], [3, 0, 1], [1]]
+    assert [[part.shape.numel() for part in run] for run in runs] == [
+        [2, 2],
+        [1],
+        [30],
+        [3, 0, 1],
+        [1],
+    ]
     assert [part for run in runs for part in run] == parts
 
 
@@ -1242,7 +1315,10 @@ def test_the_last_layers_come_first(ring: Ring) -> None:
     assert [id(bucket.parts[0].parameter) for bucket in rank.exchange._buckets] == [id(part) for part in expected]  # type: ignore[union-attr]  # no counts
 
 
-def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_come_in_the_order_of_the_buckets(
+    ring: Ring,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """However gradients become ready, all ranks launch the same buckets in the same order: else they would deadlock."""
     ranks = [ring.rank(bucket_bytes=1), ring.rank(bucket_bytes=1)]
     ring.meet(*ranks)
@@ -1250,7 +1326,12 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
     for number, rank in enumerate(ranks):
         allreduce, send = rank.seat.process_group.allreduce, rank.seat.process_group.alltoall_base
 
-        def noted(tensors: list[torch.Tensor], options: Any, number: int = number, allreduce: Any = allreduce) -> Any:
+        def noted(
+            tensors: list[torch.Tensor],
+            options: Any,
+            number: int = number,
+            allreduce: Any = allreduce,
+        ) -> Any:
             launched[number].append(tensors[0].numel())
             return allreduce(tensors, options)
 
@@ -1268,8 +1349,9 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
         for bucket in order:
             rank.exchange._fill(bucket, [0])
     ring.together(*[rank.finish for rank in ranks])
-    # First each member tells whether it knows of an update, whether it gives, and what. Each bucket carries a weight
-    # per parameter besides the gradients; the rows, with the messages' sizes, and the messages come last.
+    # First each member tells whether it knows of an update, whether it gives, and what. Each bucket
+    # carries a weight per parameter besides the gradients; the rows, with the messages' sizes, and
+    # the messages come last.
     assert launched[0] == launched[1] == [6, 41, 121, 4, 10, 4, 13, 8, 2]
     ranks[0].sums.write(1.0)
     assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].parameters)
@@ -1284,16 +1366,19 @@ def test_counts_are_summed_exactly_and_as_they_are(ring: Ring, bucket_bytes: int
     ranks = [ring.rank(bucket_bytes=bucket_bytes, counts=True) for _ in range(3)]
     ring.meet(*ranks)
     for number, rank in enumerate(ranks):
-        rank.count.add_(torch.tensor([2.0**23 + 1, 1.0 + number]) if number < 2 else torch.tensor([0.0, 5.0]))
+        rank.count.add_(
+            torch.tensor([2.0**23 + 1, 1.0 + number]) if number < 2 else torch.tensor([0.0, 5.0]),
+        )
         rank.backward(seed=number)
         rank.exchange.arm(NEWEST)
-        # The last backward recomputes a layer, which counts once more, and finishes the gradients before that.
+        # The last backward recomputes a layer, which counts once more, and finishes the gradients
+        # before that.
         rank.backward(seed=number)
         rank.count.add_(torch.tensor([-1.0, 0.0]))
     own = [rank.count.clone() for rank in ranks]
     ring.together(*[rank.finish for rank in ranks])
     assert [rank.count.tolist() for rank in ranks] == [count.tolist() for count in own], "untouched until the commit"
-    kept = ranks[2].sums.keep()
+    kept = ranks[2].sums.copy()
     for rank in ranks:
         rank.sums.write(0.7)
         assert rank.count.tolist() == [2.0**24 - 1, 8.0]
@@ -1331,7 +1416,11 @@ def test_buckets_leave_during_backward(ring: Ring, monkeypatch: pytest.MonkeyPat
     seen: list[bool] = []
     rank.model.first.register_full_backward_hook(lambda *_: seen.append(launched.wait(DEADLINE)))
     rank.exchange.arm(NEWEST)
-    batch = torch.ones(5, 4, requires_grad=True)  # a hook of the first layer needs an input that learns
+    batch = torch.ones(
+        5,
+        4,
+        requires_grad=True,
+    )  # a hook of the first layer needs an input that learns
     rank.model(batch).backward()
     assert seen == [True]
     assert rank.model.first.weight.grad is not None
@@ -1484,13 +1573,20 @@ def test_a_defect_is_no_broken_exchange(ring: Ring, monkeypatch: pytest.MonkeyPa
     """An assert that fails on the exchange's thread ends the run: to repeat the exchange would hide it."""
     rank = ring.rank()
     ring.meet(rank)
-    monkeypatch.setattr(rank.exchange._buckets[0], "add_up", lambda: rank.exchange._buckets[0].apply())
-    with pytest.raises(AssertionError, match="an update is made of a bucket that is FULL"):
+    monkeypatch.setattr(
+        rank.exchange._buckets[0],
+        "add_up",
+        lambda: rank.exchange._buckets[0].mark_applied(),
+    )
+    with pytest.raises(AssertionError, match="a bucket is applied that is FULL"):
         rank.finish()
     assert rank.seat.num_aborts == 0
 
 
-def test_a_broken_number_of_givers_is_no_number(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_number_of_givers_is_no_number(
+    ring: Ring,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """NCCL raises nothing and leaves garbage: a rank that believed it would make another collective than the others."""
     rank, peer = ring.rank(), ring.rank()
     ring.meet(rank, peer)
@@ -1505,7 +1601,11 @@ def test_a_broken_number_of_givers_is_no_number(ring: Ring, monkeypatch: pytest.
         return done
 
     monkeypatch.setattr(rank.seat.process_group, "alltoall_base", break_silently)
-    monkeypatch.setattr(rank.seat.process_group, "errored", lambda: RuntimeError("the communicator was aborted"))
+    monkeypatch.setattr(
+        rank.seat.process_group,
+        "errored",
+        lambda: RuntimeError("the communicator was aborted"),
+    )
     with pytest.raises(ExchangeError, match="communicator was aborted"):
         rank.finish(gives=False)
     assert sizes == [2 * 3], "after the number of givers nothing is sent"
@@ -1537,12 +1637,12 @@ def test_an_update_owns_its_sums_until_the_next_exchange(ring: Ring) -> None:
     rank.backward(seed=1)
     before = rank.gradients()
     live = rank.finish().sums
-    kept = live.keep()
+    kept = live.copy()
     rank.exchange.launch()
     with pytest.raises(AssertionError, match="the next exchange has begun"):
         live.write(1.0)
     with pytest.raises(AssertionError, match="the next exchange has begun"):
-        live.keep()
+        live.copy()
     rank.finish()
     kept.write(1.0)
     check_gradients(rank, before)

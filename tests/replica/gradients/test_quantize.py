@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from titan_ft.gradients.quantize import BLOCK, Residual, add_up, decode, encode, left_behind, payload_bytes
+from titan_ft.gradients.quantize import BLOCK, Residual, add_up, decode, encode, find_rounding_error, payload_bytes
 
 TINY = torch.finfo(torch.float32).tiny
 HALF = 0.5 * (1 + 2**-15)  # of a scale: the nearest multiple, but for the rounding of the scale and of the quotient
@@ -113,11 +113,11 @@ def test_payloads_are_added_up_in_their_order() -> None:
 
 def exchange(residual: Residual, change: torch.Tensor) -> torch.Tensor:
     """Send a change once; return what arrives."""
-    residual.begin()
+    residual.start_exchange()
     given = change.clone()
     residual.add_to(given)
     payload = encode(given, 0)
-    residual.leave(left_behind(given, payload, 0))
+    residual.note_error(find_rounding_error(given, payload, 0))
     return decode(payload, 0)[0][: change.numel()]
 
 
@@ -133,7 +133,7 @@ def test_what_rounding_leaves_behind_comes_later() -> None:
         exact += change.double()
         with_feedback += exchange(residual, change).double()
         without += travel(change).double()
-        residual.settle()
+        residual.commit()
         largest = torch.maximum(largest, scales_of(change))
     off = (with_feedback - exact).abs()
     assert bool((off <= 0.6 * largest).all()), "half a scale: that of the last exchange"
@@ -146,7 +146,7 @@ def test_a_change_below_half_a_scale_arrives_after_some_exchanges() -> None:
     arrived = []
     for _ in range(8):
         arrived.append(exchange(residual, change)[1].item())
-        residual.settle()
+        residual.commit()
     assert sum(arrived) == 2.0
     assert set(arrived) == {0.0, 1.0}
 
@@ -155,10 +155,10 @@ def test_a_repeated_exchange_sends_the_same_bytes() -> None:
     """It may be repeated any number of times: what is left behind counts once, when the update is made."""
     residual, change = Residual(), torch.tensor([127.0, 0.4])
     exchange(residual, change)
-    residual.settle()
+    residual.commit()
     sent = [exchange(residual, change) for _ in range(3)]
     assert all(torch.equal(each, sent[0]) for each in sent)
-    residual.settle()
+    residual.commit()
     third = exchange(residual, change)
     assert third[1].item() == 0.0, "0.4 + 0.4 went as 1, which leaves -0.2"
 
@@ -167,10 +167,10 @@ def test_an_exchange_without_this_groups_change_leaves_what_was_left() -> None:
     """A change that was left out, or is void, was not sent: nothing of it is left, and nothing is made good."""
     residual, change = Residual(), torch.tensor([127.0, 0.4])
     exchange(residual, change)
-    residual.settle()
+    residual.commit()
     exchange(residual, change)  # broke; then an exchange to which this group gives nothing, whose update is made
-    residual.begin()
-    residual.settle()
+    residual.start_exchange()
+    residual.commit()
     assert exchange(residual, change)[1].item() == 1.0
 
 
@@ -178,12 +178,12 @@ def test_nothing_is_left_when_there_is_nobody_to_send_it_to() -> None:
     """A group alone takes its change as it is, with what was left of earlier ones."""
     residual = Residual()
     exchange(residual, torch.tensor([127.0, 0.4]))
-    residual.settle()
-    residual.begin()
+    residual.commit()
+    residual.start_exchange()
     alone = torch.tensor([127.0, 0.25])
     residual.add_to(alone)
-    residual.leave(None)
-    residual.settle()
+    residual.note_error(None)
+    residual.commit()
     assert alone[1].item() == pytest.approx(0.65)
     assert exchange(residual, torch.tensor([127.0, 0.25]))[1].item() == 0.0
 
@@ -193,9 +193,9 @@ def test_what_is_left_is_dropped_with_the_state() -> None:
     residual = Residual()
     for _ in range(2):
         exchange(residual, torch.tensor([127.0, 0.4]))
-    residual.settle()
+    residual.commit()
     residual.drop()
-    residual.settle()
+    residual.commit()
     assert exchange(residual, torch.tensor([127.0, 0.2]))[1].item() == 0.0
 
 
@@ -204,6 +204,6 @@ def test_a_change_that_is_not_finite_leaves_nothing(bad: float) -> None:
     """If nobody had another one and it was applied all the same, the next change is not spoiled by it."""
     residual, change = Residual(), torch.tensor([127.0, 0.4, bad])
     assert bool(exchange(residual, change).isnan().all())
-    residual.settle()
+    residual.commit()
     change = torch.tensor([127.0, 0.4, 1.0])
     assert exchange(residual, change).tolist() == [127.0, 0.0, 1.0]

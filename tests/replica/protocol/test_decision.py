@@ -18,23 +18,23 @@ import titan_ft
 from titan_ft.config import FaultTolerance
 from titan_ft.protocol.decision import (
     ALONE_SECONDS,
-    Begin,
     Commit,
     Discard,
     Done,
     Force,
     GiveUp,
-    Heal,
     Leave,
     LeaveOut,
     Repeat,
     RollBack,
+    StartHeal,
+    StartTraining,
     TakeOver,
     Wait,
     decide,
     find_first_donors,
+    find_uncovered,
     is_update,
-    uncovered,
 )
 from titan_ft.protocol.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
 from titan_ft.protocol.ledger import Entry
@@ -42,7 +42,7 @@ from titan_ft.protocol.member import Member, Quorum
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.round import Broken, Round
 from titan_ft.protocol.row import Row, Standing
-from titan_ft.protocol.verdict import judge, spoiled
+from titan_ft.protocol.verdict import find_sum_spoilers, judge
 
 STEP = 7
 PACKAGE = Path(titan_ft.__file__).parent
@@ -50,7 +50,14 @@ PACKAGE = Path(titan_ft.__file__).parent
 
 def ready(slot: int, **facts: Any) -> Row:
     """Return the row of a group that trains, with the gradients of one batch, and that has shown its bytes."""
-    usual = {"standing": Standing.READY, "step": STEP, "valid_tokens": 10, "tokens": 10, "digest": 9, "training": 1}
+    usual = {
+        "standing": Standing.READY,
+        "step": STEP,
+        "valid_tokens": 10,
+        "tokens": 10,
+        "digest": 9,
+        "training": 1,
+    }
     return Row(**{"slot": slot, **usual, **facts})
 
 
@@ -103,14 +110,14 @@ def test_strays_are_left_behind_at_once() -> None:
     made = made_of([ready(0), ready(1), ready(2, lineage=5)])
     assert decide(trains(), made, config()) == Repeat()
     assert not is_update(made, config())
-    assert decide(trains(), made_of(made.rows, rank=2), config(2)) == Heal()
+    assert decide(trains(), made_of(made.rows, rank=2), config(2)) == StartHeal()
 
 
 def test_the_group_that_is_ahead_of_most_heals() -> None:
     """Five keep their gradients and repeat; the one whose exchange was complete goes back."""
     rows = [ready(0, step=STEP + 1), *[ready(slot) for slot in range(1, 6)]]
     for rank in range(6):
-        expected = Heal() if rank == 0 else Repeat()
+        expected = StartHeal() if rank == 0 else Repeat()
         position = Position(step=rows[rank].step, training=True)
         assert decide(position, made_of(rows, rank), config(rank, size=6)) == expected
 
@@ -123,25 +130,25 @@ def test_as_many_ahead_as_behind_heal_the_ones_behind() -> None:
 
 def test_gradients_that_are_not_finite_spoil_the_sum() -> None:
     """A sum with them is used only if all groups with gradients agreed to force theirs."""
-    assert spoiled([ready(0), ready(1)]) == []
-    assert spoiled([ready(0), ready(1, nonfinite=True)]) == [1]
-    assert spoiled([ready(0), ready(1, nonfinite=True, forced=1)]) == [1]
-    assert spoiled([ready(0, forced=1), ready(1, nonfinite=True, forced=1)]) == []
+    assert find_sum_spoilers([ready(0), ready(1)]) == []
+    assert find_sum_spoilers([ready(0), ready(1, nonfinite=True)]) == [1]
+    assert find_sum_spoilers([ready(0), ready(1, nonfinite=True, forced=1)]) == [1]
+    assert find_sum_spoilers([ready(0, forced=1), ready(1, nonfinite=True, forced=1)]) == []
 
 
 def test_nobody_goes_back_from_the_last_step() -> None:
     """Its group has ended its training: it would leave, and the others would wait for it. They heal from it."""
     rows = [Row(slot=0, standing=Standing.FINISHED, step=STEP + 1, digest=9), ready(1), ready(2)]
     assert judge(rows).step == STEP + 1
-    assert decide(trains(), made_of(rows, 1), config(1)) == Heal()
+    assert decide(trains(), made_of(rows, 1), config(1)) == StartHeal()
 
 
 def test_groups_with_steps_left_do_not_outvote_one_that_is_ahead() -> None:
     """They loaded a state that was offered while the one ahead made the update, or are in it with what they gave."""
-    rows = [ready(0, step=STEP + 1), ready(1, early=1), ready(2, early=1)]
+    rows = [ready(0, step=STEP + 1), ready(1, unfinished=1), ready(2, unfinished=1)]
     assert judge(rows).step == STEP + 1
-    assert decide(trains(), made_of(rows, 1), config(1)) == Heal()
-    assert judge([rows[0], ready(1), ready(2), ready(3, early=1)]).step == STEP
+    assert decide(trains(), made_of(rows, 1), config(1)) == StartHeal()
+    assert judge([rows[0], ready(1), ready(2), ready(3, unfinished=1)]).step == STEP
 
 
 def test_groups_that_have_yet_to_begin_do_not_outvote_one_that_is_ahead() -> None:
@@ -157,7 +164,10 @@ def test_a_checkpoint_is_no_second_witness_for_the_group_that_wrote_it() -> None
     verdict = judge([ready(0, digest=8), ready(1), loaded, ready(3)])
     assert (verdict.holders, verdict.corrupt) == ((1, 3), (0, 2))
     assert judge([ready(1), loaded]).tie, "its writer is gone: nobody can tell whose bytes are right"
-    assert judge([ready(0), ready(1), loaded, dataclasses.replace(loaded, slot=3)]).corrupt == (2, 3)
+    assert judge([ready(0), ready(1), loaded, dataclasses.replace(loaded, slot=3)]).corrupt == (
+        2,
+        3,
+    )
     assert judge([ready(0, training=0), ready(1, training=0), ready(2, training=0, digest=8)]).corrupt == (2,)
 
 
@@ -177,14 +187,14 @@ def test_too_few_groups_wait() -> None:
 def test_no_update_is_made_in_a_round_that_some_make_for_others() -> None:
     """Those have just made one, and have yet to train for the next: they could not apply it."""
     made = made_of([ready(0), ready(1, opening=1, valid_tokens=0, tokens=0)])
-    assert made.verdict.due
+    assert made.verdict.may_update
     assert decide(trains(), made, config()) == Repeat()
     assert not is_update(made, config())
 
 
 def test_gradients_that_were_kept_back_are_sent_when_nothing_hinders() -> None:
     """They are not in the round's sum: it is no update, and the next one is."""
-    rows = [ready(0, resting=1), ready(1, resting=1), ready(2)]
+    rows = [ready(0, holding_back=1), ready(1, holding_back=1), ready(2)]
     assert decide(trains(), made_of(rows), config()) == Repeat()
     assert not is_update(made_of(rows), config())
     assert isinstance(decide(trains(), made_of(rows[:1]), config(min_replica_size=2)), Wait)
@@ -192,9 +202,9 @@ def test_gradients_that_were_kept_back_are_sent_when_nothing_hinders() -> None:
 
 def test_a_joiner_that_is_awaited_is_waited_for() -> None:
     """As long as it fetches; a joiner that is not awaited costs nothing."""
-    joiner = Row(slot=1, standing=Standing.CATCHING_UP, step=0, donor=0, awaited=1)
+    joiner = Row(slot=1, standing=Standing.CATCHING_UP, step=0, donor=0, others_wait=1)
     assert isinstance(decide(trains(), made_of([ready(0), joiner]), config()), Wait)
-    assert decide(trains(), made_of([ready(0), dataclasses.replace(joiner, awaited=0)]), config()) == Commit()
+    assert decide(trains(), made_of([ready(0), dataclasses.replace(joiner, others_wait=0)]), config()) == Commit()
 
 
 def test_a_missing_share_is_taken_over() -> None:
@@ -229,7 +239,7 @@ def test_groups_without_any_gradient_take_over() -> None:
 
 def test_a_gradient_that_is_not_finite_is_left_out() -> None:
     """The group's own ranks agree on it when the round broke; alone with such, it is forced."""
-    assert decide(trains(), Broken("nan", spoiled=True), config()) == LeaveOut()
+    assert decide(trains(), Broken("nan", gave_nonfinite=True), config()) == LeaveOut()
     assert decide(trains(), Broken("closed"), config()) == Repeat()
     nobody = [ready(0, valid_tokens=0, excluded=1), ready(1, valid_tokens=0, excluded=1)]
     assert decide(trains(), made_of(nobody), config()) == Force()
@@ -252,14 +262,14 @@ def test_groups_give_up_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("titan_ft.protocol.decision.MAX_EXCHANGE_RETRIES", 3)
     peers = (0, 1, 2)
     for slot, failures in ((2, 4), (1, 7)):
-        few, many = [trains(peers=peers, failures=failures + more) for more in (-1, 0)]
+        few, many = [trains(peers=peers, broken_rounds=failures + more) for more in (-1, 0)]
         broken, own = Broken("closed"), config(slot)
         assert decide(few, broken, own) == Repeat()
         act = decide(many, broken, own)
         assert isinstance(act, GiveUp)
         assert isinstance(act.error, GaveUpError)
-    assert decide(trains(peers=peers, failures=10**6), broken, config(0)) == Repeat()
-    assert decide(trains(peers=(2,), failures=10**6), broken, config(2)) == Repeat()
+    assert decide(trains(peers=peers, broken_rounds=10**6), broken, config(0)) == Repeat()
+    assert decide(trains(peers=(2,), broken_rounds=10**6), broken, config(2)) == Repeat()
 
 
 def test_bytes_that_differ_without_a_majority_end_the_run() -> None:
@@ -286,7 +296,7 @@ def test_of_two_that_read_one_slot_one_drops_its_gradients(first: list[int], sec
     """
     rows, read = [ready(0), ready(1), ready(2)], {0: first, 1: second, 2: [2]}
     verdict = made_of(rows, 0, read).verdict
-    assert (verdict.holders, verdict.strays, verdict.doubled) == ((0, 1, 2), (), (loser,))
+    assert (verdict.holders, verdict.strays, verdict.duplicates) == ((0, 1, 2), (), (loser,))
     assert loser not in verdict.contributors
     for rank in range(3):
         made = made_of(rows, rank, read)
@@ -300,13 +310,13 @@ def test_of_two_that_read_one_slot_one_drops_its_gradients(first: list[int], sec
 def test_the_first_step_waits_for_all_groups_up_to_a_time() -> None:
     """All ranks of all groups read the same waits, so that they end it in the same round."""
     waits = {"step": 0, "valid_tokens": 0, "training": 0}
-    rows = [ready(0, waited=4.0, **waits), ready(1, waited=5.5, **waits)]
+    rows = [ready(0, waited_seconds=4.0, **waits), ready(1, waited_seconds=5.5, **waits)]
     for rank in (0, 1):
         made = made_of(rows, rank)
         assert isinstance(decide(Position(), made, config(rank, start_timeout_seconds=6.0)), Wait)
         for seconds in (5.0, 5.5):
-            assert decide(Position(), made, config(rank, start_timeout_seconds=seconds)) == Begin(missing=1)
-        assert decide(Position(), made, config(rank, size=2)) == Begin(missing=0)
+            assert decide(Position(), made, config(rank, start_timeout_seconds=seconds)) == StartTraining(missing=1)
+        assert decide(Position(), made, config(rank, size=2)) == StartTraining(missing=0)
         act = decide(Position(), made, config(rank, start_timeout_seconds=5.0, min_replica_size=3))
         assert isinstance(act, GiveUp)
         assert "min_replica_size" in str(act.error)
@@ -315,17 +325,17 @@ def test_the_first_step_waits_for_all_groups_up_to_a_time() -> None:
 def test_a_group_that_comes_to_others_that_wait_in_their_first_step_waits_with_them() -> None:
     """However long they have waited: two that came by turns gave up by turns, and the job never began."""
     rows = [
-        ready(0, step=0, valid_tokens=8, waited=5.5, training=True),
+        ready(0, step=0, valid_tokens=8, waited_seconds=5.5, training=True),
         ready(1, step=0, valid_tokens=0, training=0),
     ]
     act = decide(Position(), made_of(rows, 1), config(1, start_timeout_seconds=5.0, min_replica_size=3))
-    assert act == Begin(missing=1)
+    assert act == StartTraining(missing=1)
 
 
 def test_who_comes_to_a_step_that_the_others_make_heals() -> None:
     """The round is the others' update: a group that waits for the start has no part in it."""
     rows = [ready(0, step=0), ready(1, step=0), ready(2, step=0, valid_tokens=0)]
-    assert decide(Position(), made_of(rows, 2), config(2)) == Heal()
+    assert decide(Position(), made_of(rows, 2), config(2)) == StartHeal()
     assert decide(Position(training=True), made_of(rows), config()) == Commit()
 
 
@@ -339,7 +349,7 @@ def test_a_group_that_has_finished_stays_for_those_that_need_it() -> None:
     assert decide(dataclasses.replace(position, left={2}), made_of([done, other]), config(size=3)) == Done()
     assert isinstance(decide(position, made_of([done, behind(1)]), config(size=2)), Wait)
     others = [dataclasses.replace(done, slot=slot, lineage=5) for slot in (1, 2)]
-    assert decide(position, made_of([done, *others]), config(size=3)) == Heal()
+    assert decide(position, made_of([done, *others]), config(size=3)) == StartHeal()
 
 
 # A group that heals
@@ -372,15 +382,15 @@ def test_who_asks_for_the_state_asks_the_next_holder_first(joiners: list[Row], f
 
 def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
     """After a while, for holders may only be late; who has a later one to come is waited for."""
-    rows = [behind(0, step=5, seen=9), behind(1, step=4, seen=9)]
-    alone = {"standing": Standing.BEHIND, "alone": ALONE_SECONDS}
+    rows = [behind(0, step=5, seen_step=9), behind(1, step=4, seen_step=9)]
+    alone = {"standing": Standing.BEHIND, "alone_seconds": ALONE_SECONDS}
     wait = decide(Position(standing=Standing.BEHIND, step=5), made_of(rows), config())
     assert wait == Wait("no holder of the state is in the quorum")
     assert decide(Position(**alone, step=5), made_of(rows), config()) == RollBack()
     assert isinstance(decide(Position(**alone, step=4), made_of(rows, 1), config(1)), Wait)
     assert isinstance(decide(Position(**alone, step=5, corrupt=True), made_of(rows), config()), Wait)
     for seen in (1, 9):
-        lost = [behind(0, seen=seen), behind(1, seen=seen)]
+        lost = [behind(0, seen_step=seen), behind(1, seen_step=seen)]
         act = decide(Position(**alone), made_of(lost), config())
         assert isinstance(act, GiveUp)
         assert isinstance(act.error, JobLostError)
@@ -389,11 +399,14 @@ def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
 
 def test_a_replay_is_finished_before_an_older_state_counts() -> None:
     """A joiner answers for what comes out of its queue: neither it nor another group goes back to less."""
-    joiner = Position(standing=Standing.CATCHING_UP, step=20, target=35, alone=ALONE_SECONDS)
-    assert joiner.claim == 35
-    rows = [Row(slot=0, standing=Standing.CATCHING_UP, step=joiner.claim, seen=35), behind(1, step=30, seen=35)]
+    joiner = Position(standing=Standing.CATCHING_UP, step=20, target=35, alone_seconds=ALONE_SECONDS)
+    assert joiner.claimed_step == 35
+    rows = [
+        Row(slot=0, standing=Standing.CATCHING_UP, step=joiner.claimed_step, seen_step=35),
+        behind(1, step=30, seen_step=35),
+    ]
     assert isinstance(decide(joiner, made_of(rows), config()), Wait)
-    other = Position(standing=Standing.BEHIND, step=30, alone=ALONE_SECONDS)
+    other = Position(standing=Standing.BEHIND, step=30, alone_seconds=ALONE_SECONDS)
     assert isinstance(decide(other, made_of(rows, 1), config(1)), Wait)
 
 
@@ -408,14 +421,22 @@ def rows_of_a_job() -> st.SearchStrategy[list[Row]]:
         for slot, (standing, back, lineage, digest, tokens, extra) in enumerate(drawn):
             facts: dict[str, Any] = {"valid_tokens": tokens if standing is Standing.READY else 0}
             facts["training"] = int(standing.has_state)
-            if standing is Standing.READY and extra in ("excluded", "resting"):
+            if standing is Standing.READY and extra in ("excluded", "holding_back"):
                 facts[extra] = 1
                 facts["valid_tokens"] = 0 if extra == "excluded" else tokens
             if standing is Standing.CATCHING_UP:
                 facts["donor"] = (slot + 1) % len(drawn) if extra == "fetches" else -1
-                facts["awaited"] = int(back == 1)
+                facts["others_wait"] = int(back == 1)
             rows.append(
-                Row(slot=slot, standing=standing, step=STEP - back, lineage=lineage, digest=digest, seen=STEP, **facts)
+                Row(
+                    slot=slot,
+                    standing=standing,
+                    step=STEP - back,
+                    lineage=lineage,
+                    digest=digest,
+                    seen_step=STEP,
+                    **facts,
+                )
             )
         return rows
 
@@ -425,7 +446,7 @@ def rows_of_a_job() -> st.SearchStrategy[list[Row]]:
         st.sampled_from([1, 1, 1, 2]),
         st.sampled_from([0, 5, 5, 6]),
         st.sampled_from([0, 10]),
-        st.sampled_from(["", "", "excluded", "resting", "fetches"]),
+        st.sampled_from(["", "", "excluded", "holding_back", "fetches"]),
     )
     return st.lists(row, min_size=1, max_size=6).map(build)
 
@@ -481,7 +502,7 @@ def test_all_groups_decide_alike(data: st.DataObject, rows: list[Row]) -> None:
     for rank, row in enumerate(rows):
         trains_on = rank in made.verdict.ready
         assert (acts[rank] == Commit()) == (update and trains_on)
-        assert isinstance(acts[rank], Heal) == (
+        assert isinstance(acts[rank], StartHeal) == (
             row.has_state and rank not in made.verdict.holders and not made.verdict.tie
         )
         assert isinstance(acts[rank], GiveUp) == made.verdict.tie
@@ -494,14 +515,17 @@ def test_what_is_missing_is_taken_over_once() -> None:
     @settings(max_examples=400, deadline=None)
     @given(st.data(), rows_of_a_job())
     def all_is_dealt(data: st.DataObject, rows: list[Row]) -> None:
-        shared = {**data.draw(configs(len(rows) + data.draw(st.integers(0, 2)))), "batch_policy": "constant"}
+        shared = {
+            **data.draw(configs(len(rows) + data.draw(st.integers(0, 2)))),
+            "batch_policy": "constant",
+        }
         acts = [
             decide(position_of(row), made_of(rows, rank), config(row.slot, **shared)) for rank, row in enumerate(rows)
         ]
         ranks = {rank for rank, act in enumerate(acts) if isinstance(act, TakeOver)}
         takes.append(bool(ranks))
         shares = [slot for act in acts if isinstance(act, TakeOver) for slot in act.slots]
-        assert sorted(shares) == (uncovered(made_of(rows), config(0, **shared)) if ranks else [])
+        assert sorted(shares) == (find_uncovered(made_of(rows), config(0, **shared)) if ranks else [])
         assert ranks in (set(), set(made_of(rows).verdict.ready))
 
     all_is_dealt()
@@ -530,8 +554,8 @@ def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
     Seconds that are only reported (how long a round took), or agreed on by `Group.gather`, may be measured.
     """
     started = {"started = time.monotonic()", "time.monotonic() - started"}
-    began = {"began = time.monotonic()", "began, update = time.monotonic()", "time.monotonic() - began"}
-    until = {"time.monotonic() >= until", "time.monotonic() < until", "until - time.monotonic()"}
+    began = {"_step_began = time.monotonic()"}
+    until = {"time.monotonic() >= latest", "time.monotonic() < deadline", "latest - time.monotonic()"}
     allowed = {"engine/round.py": started, "engine/heal.py": started | began | until}.get(name, set())
     source = (PACKAGE / name).read_text()
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]

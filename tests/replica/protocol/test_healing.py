@@ -54,7 +54,7 @@ def test_the_way_in() -> None:
     assert (healing.phase, healing.standing, healing.donor) == (Phase.ASKING, Standing.BEHIND, -1)
     healing = healing.take(OFFER, 8)
     assert (healing.phase, healing.standing, healing.donors) == (Phase.FETCHING, Standing.CATCHING_UP, (3, 0, 1))
-    healing = healing.hold_against(FROM_STEP, LINEAGE, DIGEST, own_digest=0)
+    healing = healing.confirm(FROM_STEP, LINEAGE, DIGEST, own_digest=0)
     healing = healing.queue(6, LINEAGE, 101).queue(7, 101, 102)
     assert healing.target_step == 7
     healing = healing.note_fetched()
@@ -114,9 +114,9 @@ def test_what_a_ready_group_has(confirmed: bool, loaded: bool, queued: int, may:
 
 def test_a_round_with_all_digests_confirms_the_state() -> None:
     """Before or after it is loaded."""
-    assert fetching().hold_against(FROM_STEP, LINEAGE, DIGEST, 0).digest == DIGEST
+    assert fetching().confirm(FROM_STEP, LINEAGE, DIGEST, 0).digest == DIGEST
     loaded = fetching().note_fetched().load()
-    assert loaded.hold_against(FROM_STEP, LINEAGE, DIGEST, DIGEST).digest == DIGEST
+    assert loaded.confirm(FROM_STEP, LINEAGE, DIGEST, DIGEST).digest == DIGEST
 
 
 @pytest.mark.parametrize(
@@ -125,27 +125,27 @@ def test_a_round_with_all_digests_confirms_the_state() -> None:
 def test_a_state_that_no_round_confirms_is_void(step: int, lineage: int, digest: int) -> None:
     """The holders have another one, or not all of them have shown theirs: no donor is at fault."""
     with pytest.raises(OutdatedError):
-        fetching().hold_against(step, lineage, digest, 0)
+        fetching().confirm(step, lineage, digest, 0)
 
 
 def test_bytes_that_the_holders_do_not_show_are_void() -> None:
     """That is no matter of time: some donor gave them."""
     with pytest.raises(VoidError) as caught:
-        fetching().note_fetched().load().hold_against(FROM_STEP, LINEAGE, DIGEST, DIGEST + 1)
+        fetching().note_fetched().load().confirm(FROM_STEP, LINEAGE, DIGEST, DIGEST + 1)
     assert not isinstance(caught.value, OutdatedError)
 
 
 def test_a_confirmed_state_is_void_when_the_holders_have_a_later_one() -> None:
     """One that the queue does not lead to."""
     healing = replaying(2)
-    assert healing.hold_against(FROM_STEP + 2, LINEAGE, 0, 0) is healing
+    assert healing.confirm(FROM_STEP + 2, LINEAGE, 0, 0) is healing
     with pytest.raises(OutdatedError, match="have made an update since"):
-        healing.hold_against(FROM_STEP + 3, LINEAGE, 0, 0)
+        healing.confirm(FROM_STEP + 3, LINEAGE, 0, 0)
 
 
 def test_who_fetches_nothing_has_nothing_to_compare() -> None:
     """A round says nothing to a group that asks."""
-    assert asking().hold_against(9, 9, 9, 9) == asking()
+    assert asking().confirm(9, 9, 9, 9) == asking()
 
 
 # The queue
@@ -251,7 +251,7 @@ def test_as_many_give_a_part_as_may(most: int, donors: tuple[int, ...]) -> None:
 
 def test_another_donor_is_named_when_the_named_one_is_gone() -> None:
     """And the next attempt begins after that one."""
-    healing = fetching().follow(1)
+    healing = fetching().rename_donor(1)
     assert (healing.donor, healing.donors) == (1, (1, 3, 0))
     assert healing.fail().take(OFFER, 8).donors == (3,)
 
@@ -313,7 +313,7 @@ def test_no_order_of_events_makes_another_state_the_jobs(seed: int) -> None:
             if not is_broken:
                 step, digest = len(history) - 1, 10_000 + history[-1]
                 own = digest if bytes_right and state[-1:] == history[-1:] else 1
-                healing = healing.hold_against(step, history[-1], digest if shows else 0, own)
+                healing = healing.confirm(step, history[-1], digest if shows else 0, own)
             if not healing.others_wait and draw.random() < 0.8:
                 base, lineage = history[-1], draw.randint(1001, 10**6)
                 history.append(lineage)

@@ -162,7 +162,7 @@ class Turns:
 
     def __init__(self, *living: Collection[int], saved: int = 99, hurry: int = 99, begun: int = 99) -> None:
         self._living, self._saved, self._hurry, self._begun = living, saved, hurry, begun
-        self.look, self.asked_for = 0, list[set[int]]()
+        self.look, self.has_askers = 0, list[set[int]]()
         rounds: Any = self
         nothing: Any = None
         self.dimension = ReplicaDimension(
@@ -182,7 +182,7 @@ class Turns:
         return self.look >= self._hurry
 
     def find_living(self, slots: Collection[int]) -> set[int]:
-        self.asked_for.append(set(slots))
+        self.has_askers.append(set(slots))
         return set(slots).intersection(self._living[min(self.look, len(self._living) - 1)])
 
     def _pause(self, seconds: float) -> None:
@@ -199,7 +199,7 @@ class Turns:
 def test_the_first_one_saves_at_once() -> None:
     """It looks at nobody; and not if the state is saved already, by a group that has left before."""
     assert (turns := Turns([])).wait(2, 3)
-    assert turns.asked_for == []
+    assert turns.has_askers == []
     assert not Turns([], saved=0).wait(2)
 
 
@@ -214,7 +214,7 @@ def test_the_next_one_saves_if_those_before_it_die() -> None:
     """One after the other; a group that is gone does not come back to it."""
     turns = Turns([0, 1], [1], [0, 1], [0])
     assert turns.wait(0, 1, 2)
-    assert turns.asked_for == [{0, 1}, {0, 1}, {1}, {1}]
+    assert turns.has_askers == [{0, 1}, {0, 1}, {1}, {1}]
 
 
 def test_a_group_that_has_saved_and_left_is_not_taken_for_dead() -> None:

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from titan_ft.protocol.ledger import Entry, Ledger, deal_anew, decode, encode, share_out
-from titan_ft.protocol.member import Process
+from titan_ft.protocol.member import GroupProcess
 
 
 def entry(slot: int, first_batch: int, num_batches: int = 2, state: bytes = b"\0state\n\xff") -> Entry:
@@ -32,7 +32,7 @@ def test_entries_survive_the_wire(entries: list[Entry]) -> None:
     assert bool(data) == bool(entries)
 
 
-def processes(*slots: int) -> list[Process]:
+def processes(*slots: int) -> list[GroupProcess]:
     """Return the processes of groups."""
     return [(slot, 100.0 + slot) for slot in slots]
 

@@ -32,78 +32,96 @@ def update(step: int) -> Update:
 
 def test_an_update_makes_another_state() -> None:
     """Step and lineage are its own; a digest is of the state before, and must be taken again."""
-    position = Position(step=7, lineage=5, seen=7)
-    position.take_digest(9)
+    position = Position(step=7, lineage=5, seen_step=7)
+    position.note_digest(9)
     position.advance(update(8))
-    assert (position.step, position.lineage, position.digest, position.seen) == (8, 108, 0, 8)
+    assert (position.step, position.lineage, position.digest, position.seen_step) == (8, 108, 0, 8)
     assert position.training
-    position.take_digest(9)
+    position.note_digest(9)
     position.load(3, 50)
-    assert (position.step, position.lineage, position.digest, position.seen) == (3, 50, 0, 8)
+    assert (position.step, position.lineage, position.digest, position.seen_step) == (3, 50, 0, 8)
 
 
 def test_a_group_answers_for_what_it_holds_or_will() -> None:
     """A corrupt state counts for nothing; a fetched one with its queue counts before it is replayed."""
     position = Position(step=7)
-    assert position.claim == 7
-    position.disown()
-    assert position.claim == 0
+    assert position.claimed_step == 7
+    position.mark_corrupt()
+    assert position.claimed_step == 0
     position.fall_behind()
     healing = Healing(max_queued=4).take(Offer((1,), 8, 1, 5), 1).queue(9, 1, 2)
     position.show(healing)
-    assert position.claim == 0
+    assert position.claimed_step == 0
     healing = healing.note_fetched()
     position.show(healing)
-    assert position.claim == 9
+    assert position.claimed_step == 9
     position.load(8, 1)
     position.advance(update(9))
     position.show(healing.load().replay().finish())
-    assert (position.claim, position.standing, position.donor) == (9, Standing.READY, -1)
+    assert (position.claimed_step, position.standing, position.donor) == (9, Standing.READY, -1)
 
 
 def test_a_round_tells_of_steps_checkpoints_and_those_that_leave() -> None:
     """The largest of all that is told; who is there again has not left."""
-    position = Position(step=7, seen=7, left={2}, failures=4)
-    position.observe(made_of(ready(0, seen=7, saved=5), ready(1, seen=9, saved=6, leaving=1), ready(2)))
-    assert (position.seen, position.saved, position.left, position.failures) == (9, 6, {1}, 0)
+    position = Position(step=7, seen_step=7, left={2}, broken_rounds=4)
+    position.observe(
+        made_of(
+            ready(0, seen_step=7, saved_step=5),
+            ready(1, seen_step=9, saved_step=6, leaving=1),
+            ready(2),
+        ),
+    )
+    assert (position.seen_step, position.saved_step, position.left, position.broken_rounds) == (
+        9,
+        6,
+        {1},
+        0,
+    )
     assert position.peers == (0, 1, 2)
 
 
 def test_bytes_that_all_have_shown_are_agreed_on() -> None:
     """Not if one has not looked at its own, and not at a tie."""
-    position = Position(agreed=3)
+    position = Position(agreed_step=3)
     position.observe(made_of(ready(0), ready(1, digest=0)))
-    assert position.agreed == 3
+    assert position.agreed_step == 3
     position.observe(made_of(ready(0), ready(1, digest=8)))
-    assert position.agreed == 3
+    assert position.agreed_step == 3
     position.observe(made_of(ready(0), ready(1)))
-    assert position.agreed == 7
+    assert position.agreed_step == 7
 
 
 def test_a_corrupt_group_distrusts_what_it_saved() -> None:
     """Everybody counts checkpoints from the last agreement on anew; only the corrupt one withdraws its own."""
-    rows = (ready(0, digest=8, saved=6), ready(1, saved=6), ready(2, saved=6))
+    rows = (ready(0, digest=8, saved_step=6), ready(1, saved_step=6), ready(2, saved_step=6))
     for rank in (0, 1):
-        position = Position(step=7, agreed=5)
+        position = Position(step=7, agreed_step=5)
         position.observe(made_of(*rows, rank=rank))
-        assert position.saved == 5
+        assert position.saved_step == 5
         assert (position.corrupt, position.saved_corrupt) == (rank == 0, rank == 0)
-    corrupt = Position(step=7, agreed=5, corrupt=True, saved_corrupt=True, saved=6)
+    corrupt = Position(step=7, agreed_step=5, corrupt=True, saved_corrupt=True, saved_step=6)
     corrupt.withdraw_saved()
-    assert (corrupt.saved, corrupt.saved_corrupt, corrupt.claim) == (5, False, 0)
+    assert (corrupt.saved_step, corrupt.saved_corrupt, corrupt.claimed_step) == (5, False, 0)
 
 
 def test_a_checkpoint_of_an_update_that_the_job_goes_back_from_does_not_count() -> None:
     """Another group saves that step; the one that has saved it withdraws it, and nothing before it."""
-    rows = [ready(0, step=8, saved=8, training=1), *[ready(slot, training=1, saved=5) for slot in (1, 2)]]
+    rows = [
+        ready(0, step=8, saved_step=8, training=1),
+        *[ready(slot, training=1, saved_step=5) for slot in (1, 2)],
+    ]
     for rank in range(3):
-        position = Position(step=rows[rank].step, agreed=4, saved=rows[rank].saved)
+        position = Position(step=rows[rank].step, agreed_step=4, saved_step=rows[rank].saved_step)
         position.observe(made_of(*rows, rank=rank))
-        assert (position.saved, position.saved_corrupt, position.corrupt) == (7, rank == 0, False)
-    position = Position(step=8, agreed=4, saved=8)
+        assert (position.saved_step, position.saved_corrupt, position.corrupt) == (
+            7,
+            rank == 0,
+            False,
+        )
+    position = Position(step=8, agreed_step=4, saved_step=8)
     position.observe(made_of(*rows))
     position.withdraw_saved()
-    assert (position.agreed, position.saved, position.claim) == (7, 7, 8)
+    assert (position.agreed_step, position.saved_step, position.claimed_step) == (7, 7, 8)
 
 
 def test_a_group_of_another_history_is_not_corrupt() -> None:
@@ -111,21 +129,21 @@ def test_a_group_of_another_history_is_not_corrupt() -> None:
     position = Position(step=7)
     position.observe(made_of(ready(0, lineage=6), ready(1, lineage=5), ready(2, lineage=5)))
     assert not position.corrupt
-    assert position.claim == 7
+    assert position.claimed_step == 7
 
 
 def test_the_others_see_where_a_heal_is() -> None:
     """Once all ranks have the fetched state, the group claims the step that its queue leads to."""
     position = Position(step=7)
     position.fall_behind()
-    assert (position.standing, position.donor, position.claim) == (Standing.BEHIND, -1, 7)
+    assert (position.standing, position.donor, position.claimed_step) == (Standing.BEHIND, -1, 7)
     healing = Healing(max_queued=4).take(Offer((1,), 9, 99, 5), 1).let_others_wait()
     position.show(healing)
     assert (position.standing, position.donor, position.from_step) == (Standing.CATCHING_UP, 1, 9)
-    assert (position.awaited, position.claim) == (True, 7)
+    assert (position.others_wait, position.claimed_step) == (True, 7)
     healing = healing.queue(10, 99, 100).note_fetched()
     position.show(healing)
-    assert (position.awaited, position.claim) == (False, 10)
+    assert (position.others_wait, position.claimed_step) == (False, 10)
     position.show(healing.fail())
     assert (position.standing, position.donor, position.target) == (Standing.BEHIND, -1, 0)
     position.show(healing.load().replay().finish())
@@ -134,24 +152,24 @@ def test_the_others_see_where_a_heal_is() -> None:
 
 def test_going_back_forgets_what_was_lost() -> None:
     """Else the group would go on to look for the later state that nobody has."""
-    position = Position(step=5, seen=9, standing=Standing.BEHIND)
+    position = Position(step=5, seen_step=9, standing=Standing.BEHIND)
     position.roll_back()
-    assert (position.seen, position.standing) == (5, Standing.READY)
+    assert (position.seen_step, position.standing) == (5, Standing.READY)
 
 
 def test_exclusions_are_counted_in_a_row() -> None:
     """A step with the group's gradients begins the count anew."""
     position = Position()
     for slots, count in (([1], 1), ([0, 1], 2), ([0], 0), ([1], 1)):
-        position.exclude(slots, own=1)
+        position.note_excluded(slots, own=1)
         assert position.exclusions == count
 
 
 def test_broken_rounds_are_counted_in_a_row() -> None:
     """A round that works begins the count anew."""
     position = Position(step=7)
-    position.broke()
-    position.broke()
-    assert position.failures == 2
+    position.note_broken()
+    position.note_broken()
+    assert position.broken_rounds == 2
     position.observe(made_of(ready(0)))
-    assert position.failures == 0
+    assert position.broken_rounds == 0

@@ -49,7 +49,7 @@ def test_a_quorum_with_more_updates_voids_the_claim(newest: int, standing: Stand
     row = row_of(report(), replace(QUORUM, max_step=newest), gave=standing is Standing.READY)
     assert (row.standing, row.training) == (standing, standing is Standing.READY)
     assert row.valid_tokens == (90 if standing is Standing.READY else 0)
-    assert row.doing == (Why.COMPUTING if standing is Standing.READY else Why.CATCHING_UP)
+    assert row.activity == (Why.COMPUTING if standing is Standing.READY else Why.CATCHING_UP)
 
 
 @pytest.mark.parametrize(("use", "gave"), [(GradientUse.GIVE, False), (GradientUse.LEAVE_OUT, False)])
@@ -58,12 +58,12 @@ def test_tokens_are_reported_only_with_gradients(use: GradientUse, gave: bool) -
     values, message = report(use).complete(QUORUM, gave, 12.5)
     assert Row.decode(values, nonfinite=False).tokens == 0
     assert decode(message) == []
-    assert row_of(report(GradientUse.REST), gave=False).tokens == 100
+    assert row_of(report(GradientUse.HOLD_BACK), gave=False).tokens == 100
 
 
 def test_the_seconds_count_from_the_answer() -> None:
     """The process group was the last to be there; a group that opens a round comes when it asks."""
     row = row_of(report())
-    assert (row.asked, row.came, row.connecting) == (2.0, 1.0, 1)
-    assert row_of(report(), came=14.0).came == 2.0
-    assert row_of(report(GradientUse.OPEN, began=14.0), came=20.0).came == 1.0
+    assert (row.asked_before_seconds, row.ready_after_seconds, row.connecting) == (2.0, 1.0, 1)
+    assert row_of(report(), came=14.0).ready_after_seconds == 2.0
+    assert row_of(report(GradientUse.OPEN, began=14.0), came=20.0).ready_after_seconds == 1.0

@@ -22,6 +22,8 @@ which a child is silent. The rest is for the child to thaw."""
 class HeartbeatWatch:
     """Times of the children's last answers.
 
+    The tree's own thread calls it.
+
     Args:
         patience: seconds without an answer after which a child is silent; math.inf = it never is.
 
@@ -36,21 +38,18 @@ class HeartbeatWatch:
         self.next_look = math.inf
 
     def add(self, child: int, now: float) -> None:
-        """Watch a child from now on."""
         if not self._heard:
             self.next_look = now
         self._heard[child] = now
         self._unmet.add(child)
 
     def remove(self, child: int) -> None:
-        """Watch a child no longer."""
         self._heard.pop(child, None)
         self._unmet.discard(child)
         if not self._heard:
             self.next_look = math.inf
 
     def note_answer(self, child: int, now: float) -> None:
-        """Note that a child has answered."""
         self._heard[child] = now
         self._unmet.discard(child)
 

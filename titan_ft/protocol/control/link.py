@@ -18,8 +18,8 @@ GRACE_SECONDS = 1.0
 """A closed connection may be made again for this time. Then the neighbour is lost."""
 
 START_SECONDS = 10.0
-"""The same before the first connection. Of thousands of links that are made at once, some lose their
-first packets."""
+"""The same before the first connection. Of thousands of links that are made at once, some lose
+their first packets."""
 
 RETRY_SECONDS = 0.05
 """From one attempt to connect until the next one."""
@@ -36,6 +36,9 @@ message for ever."""
 class TreeLink:
     """One end of a link.
 
+    `Node` has one for each neighbour, and calls it under the node's lock. After a broken connection
+    it keeps the messages that the neighbour has not acknowledged.
+
     Args:
         peer: rank of the neighbour.
         dials: True if this end makes the connections.
@@ -51,10 +54,15 @@ class TreeLink:
     """
 
     def __init__(self, peer: int, dials: bool) -> None:
-        self.peer, self.host = peer, ""
-        self.connected = self.peer_left = self.ended = self.is_dialing = False
+        self.peer = peer
+        self.host = ""
+        self.connected = False
+        self.peer_left = False
+        self.ended = False
+        self.is_dialing = False
         self._has_met = False  # a connection was there
-        self.deadline = self.next_dial = math.inf
+        self.deadline = math.inf
+        self.next_dial = math.inf
         self._dials = dials
         self._dialed_at = -math.inf
         self._kept: deque[tuple[int, Message]] = deque()  # by number
@@ -86,15 +94,20 @@ class TreeLink:
 
     def note_dial(self, now: float) -> None:
         """Note that an attempt to connect begins."""
-        self._dialed_at, self.next_dial, self.is_dialing = now, math.inf, True
+        self._dialed_at = now
+        self.next_dial = math.inf
+        self.is_dialing = True
 
     def resume(self, host: str) -> list[bytes]:
-        """Begin to use a new connection. Returns the frames to send on it, at least one.
+        """Use a new connection from now on. Returns the frames to send on it, at least one.
 
         The neighbour trusts a connection at its first frame. A rank that has given the neighbour
         up closes each connection at once, and sends no frame.
         """
-        self.host, self.connected, self.next_dial, self.is_dialing = host, True, math.inf, False
+        self.host = host
+        self.connected = True
+        self.next_dial = math.inf
+        self.is_dialing = False
         self._has_met = True
         if not self._kept:
             return [self._encode(0, None)]
@@ -102,15 +115,19 @@ class TreeLink:
 
     def disconnect(self, now: float) -> None:
         """End a connection or an attempt to connect. The grace runs from the first end."""
-        self.connected = self.is_dialing = False
+        self.connected = False
+        self.is_dialing = False
         self.deadline = min(self.deadline, now + self.grace_seconds)
         if self._dials:
             self.next_dial = max(now, self._dialed_at + RETRY_SECONDS)
 
     def end(self) -> None:
         """End the link."""
-        self.connected, self.is_dialing, self.ended = False, False, True
-        self.deadline = self.next_dial = math.inf
+        self.connected = False
+        self.is_dialing = False
+        self.ended = True
+        self.deadline = math.inf
+        self.next_dial = math.inf
         self._kept.clear()
 
     # Messages
@@ -141,7 +158,8 @@ class TreeLink:
         while self._kept and self._kept[0][0] <= frame.acknowledged:
             self._kept.popleft()
         if frame.number > self._num_received:
-            self._num_received, self._num_bad_frames = frame.number, 0
+            self._num_received = frame.number
+            self._num_bad_frames = 0
 
     @property
     def has_too_many_bad_frames(self) -> bool:
@@ -149,7 +167,6 @@ class TreeLink:
         return self._num_bad_frames >= MAX_BAD_FRAMES
 
     def count_bad_frame(self) -> None:
-        """Count a bad frame."""
         self._num_bad_frames += 1
 
     def acknowledge(self) -> list[bytes]:
@@ -160,8 +177,10 @@ class TreeLink:
         A neighbour that leaves ends at the acknowledgement of its last message.
         """
         enough = 1 if self.peer_left else ACKNOWLEDGE_EVERY
-        late = self._num_received - self._num_acknowledged >= enough
-        return [self._encode(0, None)] if late and self.connected else []
+        num_unacknowledged = self._num_received - self._num_acknowledged
+        if num_unacknowledged < enough or not self.connected:
+            return []
+        return [self._encode(0, None)]
 
     def _encode(self, number: int, message: Message | None) -> bytes:
         self._num_acknowledged = self._num_received

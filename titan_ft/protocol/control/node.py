@@ -15,8 +15,8 @@ of rank 0 alone. A note that needs all ranks travels up when all ranks of a subt
 
 *Losses.* A neighbour is lost if its process has ended, if its connection stays closed for
 `GRACE_SECONDS`, if it has no heartbeat (`heartbeat.py`), or if it keeps sending bad frames. Where
-the connection alone is dead, each end reports the other one. All ranks that are still connected pass
-a report on.
+the connection alone is dead, each end reports the other one. All ranks that are still connected
+pass a report on.
 
 *Links.* A `TreeLink` (`link.py`) keeps each message until the neighbour has acknowledged it, and
 returns the frames to send now: none while the connection is closed, or after the link has ended. A
@@ -137,9 +137,10 @@ Action = Connect | Send | Close | Decide | Answer | Hear | Lose | Left
 class Node:
     """One rank of the control tree.
 
+    `membership/control_tree.py` calls it, from the tree's own thread and from the rank's threads.
     Not thread-safe: the caller holds one lock around each event. An event returns its actions, to
     be carried out in this order. After each event the caller reads `next_tick`, and calls `tick` at
-    that time.
+    that time. An event that raises changes nothing.
 
     Args of the events:
         now: seconds of any monotonic clock. All events take it, so that callers treat them alike.
@@ -147,7 +148,8 @@ class Node:
     """
 
     def __init__(self, rank: int, num_ranks: int, fan_out: int = FAN_OUT) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank = rank
+        self._num_ranks = num_ranks
         self._parent = find_parent(rank, fan_out)
         self._children = find_children(rank, num_ranks, fan_out)
         self._links = {child: TreeLink(child, dials=False) for child in self._children}
@@ -156,12 +158,13 @@ class Node:
         self._actions: list[Action] = []
         # Topics of the last notes that this node has passed on, up or down.
         self._topics: dict[str, None] = {}
-        # Of each note that needs all ranks: this rank and the children whose subtrees lack it yet.
+        # For each note that needs all ranks: this rank and the children that have not said it yet.
         self._shares: dict[str, set[int]] = {}
         self._lost: set[int] = set()
-        self._leave_requested = self._may_end = False
-        self._number = 0  # of the agreement under way: `_begin_agreement` makes it 1
-        self._begin_agreement()
+        self._leave_requested = False
+        self._may_end = False
+        self._number = 0  # of the agreement under way: `_start_agreement` makes it 1
+        self._start_agreement()
 
     @property
     def next_tick(self) -> float:
@@ -181,25 +184,25 @@ class Node:
     # Events of the clock and the connections
 
     def start(self, now: float) -> list[Action]:
-        """Begin to connect to the parent, which listens already."""
+        """Start to connect to the parent, which listens already."""
         if self._parent is not None:
             self._links[self._parent].next_dial = now
         return self.tick(now)
 
     def tick(self, now: float) -> list[Action]:
-        """Do what is due."""
+        """Give up the neighbours whose grace is over, and dial the ones that are due."""
         for link in self._links.values():
             if now >= link.grace_end:
+                connection = f"its connection to rank {self._rank}"
                 grace = f"{link.grace_seconds:g} s"
-                closed = f"its connection to rank {self._rank} closed and did not come back in {grace}"
-                self._give_up(link, closed)
+                self._give_up(link, f"{connection} closed and did not come back in {grace}")
             elif now >= link.next_dial:
                 link.note_dial(now)
                 self._actions.append(Connect(link.peer))
         return self._finish_event()
 
     def connected(self, peer: int, now: float, host: str = "") -> list[Action]:
-        """Begin to use a new connection. The caller reads no more frames of an earlier one.
+        """Use a new connection from now on. The caller reads no more frames of an earlier one.
 
         A child may see the end of its connection and make a new one, while its parent still
         believes in the earlier one.
@@ -368,11 +371,11 @@ class Node:
 
     # Agreements
 
-    def _begin_agreement(self) -> None:
+    def _start_agreement(self) -> None:
         self._number += 1
         self._words: frozenset[str] = frozenset()
         self._words_too_long = False
-        self._missing = {self._rank, *self._children}  # they have yet to give words
+        self._missing = {self._rank, *self._children}  # they have not given words yet
 
     def _check_words(self, rank: int, message: WordsMessage) -> None:
         number = message.number
@@ -412,7 +415,7 @@ class Node:
     def _pass_answer_down(self, message: AnswerMessage) -> None:
         self._send_down(message)
         self._actions.append(Answer(message.number, message.text))
-        self._begin_agreement()
+        self._start_agreement()
 
     # Notes
 
@@ -496,14 +499,20 @@ class Node:
     def _finish_event(self) -> list[Action]:
         if self._leave_requested and not self._may_end:
             self._report_end_if_done()
-        actions, self._actions = self._actions, []
+        actions = self._actions
+        self._actions = []
         return actions
 
     def _report_end_if_done(self) -> None:
-        if all(self._needs_this_rank_no_more(link) for link in self._links.values()):
-            self._may_end = True
-            self._actions.append(Left())
+        for link in self._links.values():
+            if not self._is_over(link):
+                return
+        self._may_end = True
+        self._actions.append(Left())
 
     @staticmethod
-    def _needs_this_rank_no_more(link: TreeLink) -> bool:
-        return link.ended or (link.peer_left and link.num_kept == 0)
+    def _is_over(link: TreeLink) -> bool:
+        """Return True if the neighbour no longer needs this rank."""
+        if link.ended:
+            return True
+        return link.peer_left and link.num_kept == 0

@@ -21,7 +21,9 @@ def find_children(rank: int, num_ranks: int, fan_out: int = FAN_OUT) -> range:
 
 def find_depth(num_ranks: int, fan_out: int = FAN_OUT) -> int:
     """Return the number of hops from rank 0 to the farthest rank."""
-    depth, rank = 0, num_ranks - 1
-    while (parent := find_parent(rank, fan_out)) is not None:
-        depth, rank = depth + 1, parent
+    depth = 0
+    parent = find_parent(num_ranks - 1, fan_out)
+    while parent is not None:
+        depth += 1
+        parent = find_parent(parent, fan_out)
     return depth

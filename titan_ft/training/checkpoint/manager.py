@@ -222,7 +222,7 @@ class ReplicaCheckpoints(HostCheckpoints):
 
     def _lacks(self, updates: int) -> bool:
         """Say whether a state of so many updates, or a later one, is neither saved nor tried in vain."""
-        return updates > max(self.host.position.saved, 0 if self._failed is None else self._failed.updates)
+        return updates > max(self.host.position.saved_step, 0 if self._failed is None else self._failed.updates)
 
     def pauses_after(self, step: int) -> bool:
         """Say whether a group may stop for a while after `step` to save, if only to take over from a lost writer."""
@@ -230,7 +230,7 @@ class ReplicaCheckpoints(HostCheckpoints):
             return False
         due = latest_due(step, self.interval, self.enable_first_step_checkpoint, last=False)
         # Asynchronous saves stop nobody for long; while one is under way its step remains due.
-        behind = self.host.strategy.updates_of(due) > self.host.position.saved
+        behind = self.host.strategy.updates_of(due) > self.host.position.saved_step
         return due == step or (self.async_mode == AsyncMode.DISABLED and behind)
 
     def finish(self, step: int) -> None:
@@ -256,7 +256,7 @@ class ReplicaCheckpoints(HostCheckpoints):
             return False
         self._settle(wait=True)
         updates = self.host.position.step
-        return updates > self.host.position.saved or self._holds_model_only(self.host.strategy.steps_of(updates))
+        return updates > self.host.position.saved_step or self._holds_model_only(self.host.strategy.steps_of(updates))
 
     def _holds_model_only(self, step: int) -> bool:
         """Say whether the checkpoint of `step` is of the model only: the last save is, unless the user asks for more.
@@ -340,7 +340,7 @@ class ReplicaCheckpoints(HostCheckpoints):
         self._settle(wait=True)
         self._failed = None  # this group may save these steps again, from the state that it gets
         host.position.withdraw_saved()
-        for step in sorted(step for step, updates in self._published.items() if updates > host.position.agreed):
+        for step in sorted(step for step, updates in self._published.items() if updates > host.position.agreed_step):
             del self._published[step]
             target = Path(self._create_checkpoint_id(step))
             # Another group may have saved its own state of this step in its place.
@@ -578,7 +578,7 @@ class ReplicaCheckpoints(HostCheckpoints):
     def _write_once(self, step: int, last_step: bool) -> None:
         self._under_way = save = Save(step, self.host.position.step)
         try:
-            with self.host.strategy.lent():
+            with self.host.strategy.lend_agreed_weights():
                 super().save(step, last_step)
         except (CheckpointException, PartError) as error:
             # On all ranks, or on none. What one rank alone meets ends it: the others are in a collective of the save.
@@ -618,7 +618,7 @@ class ReplicaCheckpoints(HostCheckpoints):
                 self._failed, self._failure = save, reason
                 self.host.events.emit(CheckpointFailed(step=save.step, error=reason, latest=latest))
             return
-        self.host.position.note_saved(max(self.host.position.saved, save.updates))
+        self.host.position.note_saved(max(self.host.position.saved_step, save.updates))
         self._published[save.step] = save.updates
         self._longest = max(self._longest, save.seconds)
         self._emit_saved(save)
@@ -638,7 +638,7 @@ class ReplicaCheckpoints(HostCheckpoints):
 
     def _latest_step(self) -> int:
         """Return the step of the latest complete checkpoint that this group knows of; 0 = none."""
-        return self.host.strategy.steps_of(self.host.position.saved)
+        return self.host.strategy.steps_of(self.host.position.saved_step)
 
     def _emit_saved(self, save: Save) -> None:
         if dist.get_rank() != 0:

@@ -413,7 +413,7 @@ def last_child_is_not_waited_for(patch: Patch) -> None:
         if len(self._children) > 1:
             self._missing.discard(self._children[-1])
 
-    around(patch, Node, "_begin_agreement", begin)
+    around(patch, Node, "_start_agreement", begin)
 
 
 @mutation
@@ -436,7 +436,7 @@ def words_of_the_agreement_before(patch: Patch) -> None:
         former(self)
         self._words = words
 
-    around(patch, Node, "_begin_agreement", begin)
+    around(patch, Node, "_start_agreement", begin)
 
 
 @mutation
@@ -678,20 +678,20 @@ def leaves_without_a_word(patch: Patch) -> None:
 @mutation
 def ends_before_its_children(patch: Patch) -> None:
     """A rank ends as soon as its neighbours know that it leaves."""
-    patch.setattr(Node, "_needs_this_rank_no_more", staticmethod(lambda link: link.ended or link.num_kept == 0))
+    patch.setattr(Node, "_is_over", staticmethod(lambda link: link.ended or link.num_kept == 0))
 
 
 @mutation
 def ends_before_it_is_known(patch: Patch) -> None:
     """A rank ends while a neighbour may not know that it leaves."""
-    patch.setattr(Node, "_needs_this_rank_no_more", staticmethod(lambda link: link.ended or link.peer_left))
+    patch.setattr(Node, "_is_over", staticmethod(lambda link: link.ended or link.peer_left))
 
 
 @mutation
 def never_ends(patch: Patch) -> None:
     """A rank that has lost a neighbour waits for it to leave."""
     is_over = staticmethod(lambda link: link.peer_left and link.num_kept == 0)
-    patch.setattr(Node, "_needs_this_rank_no_more", is_over)
+    patch.setattr(Node, "_is_over", is_over)
 
 
 def main() -> int:
