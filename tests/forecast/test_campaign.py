@@ -41,7 +41,16 @@ FLAGS = (
 
 
 def campaign(run_dir: Path, plan: str, minutes: float, seed: int) -> RunRecord:
-    words = ["launch", "llama3_debug", "--replicas", "8", "--ranks-per-replica", "1", "--run-dir", str(run_dir)]
+    words = [
+        "launch",
+        "llama3_debug",
+        "--replicas",
+        "8",
+        "--ranks-per-replica",
+        "1",
+        "--run-dir",
+        str(run_dir),
+    ]
     words += ["--minutes", str(minutes), "--chaos", plan, "--chaos-seed", str(seed), "--", *FLAGS]
     subprocess.run([sys.executable, "-m", "titan_ft", *words], cwd=ROOT, check=True, capture_output=True)
     return RunRecord.read(RunPaths(run_dir).events)
@@ -91,8 +100,21 @@ def test_a_campaign_is_predicted_before_it_runs(tmp_path: Path) -> None:
     """By `--chaos blog_15s`, from the record of another campaign: steps, and every fault that hits."""
     (tmp_path / "kills.toml").write_text(PLAN)
     campaign(tmp_path / "before", str(tmp_path / "kills.toml"), 1.5, 7)
-    words = ["plan", "--chaos", "blog_15s", "--from", str(tmp_path / "before"), "--minutes", "2", "--json"]
-    done = subprocess.run([sys.executable, "-m", "titan_ft", *words, "--seeds", "100"], capture_output=True, check=True)
+    words = [
+        "plan",
+        "--chaos",
+        "blog_15s",
+        "--from",
+        str(tmp_path / "before"),
+        "--minutes",
+        "2",
+        "--json",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_ft", *words, "--seeds", "100"],
+        capture_output=True,
+        check=True,
+    )
     counts = json.loads(done.stdout)["counts"]
     record = campaign(tmp_path / "run", "blog_15s", 2.0, 15)
     kills = [fault for fault in record.faults if fault.name == "kill_group"]

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from tests.forecast.scenarios import MEMORYLESS, candidate, tables
 from titan_ft.config import ConfigError
 from titan_ft.forecast.candidate import Candidate
-from titan_ft.forecast.choice import Case, compare, find_turn, half_interval, percentile, scaled, sensitivity
+from titan_ft.forecast.choice import (
+    Case,
+    compare,
+    find_turn,
+    half_interval,
+    percentile,
+    scaled,
+    sensitivity,
+)
 from titan_ft.forecast.closed_forms import estimate, standbys
 from titan_ft.forecast.scenario import read_scenarios
 from titan_ft.forecast.table import case_figures, case_notes, percentages
@@ -55,7 +63,14 @@ def test_groups_beat_restarts_and_the_sentence_says_so() -> None:
 
 def test_what_is_paid_for_ranks() -> None:
     """Twice the GPUs as spares for nothing: they cost half of what is paid, and the effective time is the same."""
-    (case,) = cases(cluster={"gpus": 98304, "gpus_per_node": 8, "price_per_gpu_hour": 2.0, "spare_nodes": [0, 12288]})
+    (case,) = cases(
+        cluster={
+            "gpus": 98304,
+            "gpus_per_node": 8,
+            "price_per_gpu_hour": 2.0,
+            "spare_nodes": [0, 12288],
+        }
+    )
     none, many = case.forecasts
     assert (none.candidate.spares, many.candidate.spares) == (0, 12288)
     assert none.effective == many.effective
@@ -66,7 +81,10 @@ def test_what_is_paid_for_ranks() -> None:
 
 def test_circumstances_are_not_compared() -> None:
     found = cases(groups={"stall": [180.0, 2.0], "away": 600.0}, job={"step": 20.0, "groups": [6, 12]})
-    assert [case.circumstances for case in found] == [{"groups.stall": 180.0}, {"groups.stall": 2.0}]
+    assert [case.circumstances for case in found] == [
+        {"groups.stall": 180.0},
+        {"groups.stall": 2.0},
+    ]
     assert [len(case.forecasts) for case in found] == [2, 2]
 
 
@@ -89,7 +107,8 @@ def test_an_input_that_would_turn_the_choice() -> None:
 
 def test_a_difference_of_chance_is_called_none() -> None:
     (case,) = cases(
-        failure=[{"name": "any", "mtbf": 1e9, "spacing": "memoryless"}], job={"step": 20.0, "groups": [6, 12]}
+        failure=[{"name": "any", "mtbf": 1e9, "spacing": "memoryless"}],
+        job={"step": 20.0, "groups": [6, 12]},
     )
     assert case.advice.endswith("which is no difference: its 95 % interval holds 0.")
 

@@ -47,7 +47,10 @@ CASES: dict[str, dict[str, Any]] = {
     "young nodes": {"failure": [{**NODE, "spacing": "weibull", "shape": 0.7}]},
     "half of the nodes have lives": {"failure": [{**NODE, "spacing": "weibull", "shape": 1.0, "first_node": 6144}]},
     "half of the nodes fail": {"failure": [{**NODE, "spacing": "memoryless", "first_node": 6144}]},
-    "a failure waits while the job does": {"clock": "training", "groups": {"stall": 60.0, "away": 600.0}},
+    "a failure waits while the job does": {
+        "clock": "training",
+        "groups": {"stall": 60.0, "away": 600.0},
+    },
     "groups drain": {"failure": [{**MEMORYLESS, "effect": "drain"}]},
     "two groups, which are lost together": {
         "job": {"step": 20.0, "groups": 2},

@@ -39,7 +39,12 @@ RACKS = {"gpus": 1024, "gpus_per_node": 8, "domain": [{"name": "rack", "nodes": 
     ],
 )
 def test_failures_come_at_their_rate(failure: dict[str, Any]) -> None:
-    read = scenario(cluster=RACKS, job={"step": 20.0, "groups": 8}, days=100.0, failure=[{"name": "any", **failure}])
+    read = scenario(
+        cluster=RACKS,
+        job={"step": 20.0, "groups": 8},
+        days=100.0,
+        failure=[{"name": "any", **failure}],
+    )
     drawn = [failure for seed in range(3) for failure in draw_failures(read, seed)]
     assert len(drawn) == pytest.approx(3 * 2400, rel=0.06)
     assert {each.nodes for each in drawn} == {16 if "domain" in failure else 1}
@@ -82,7 +87,14 @@ def test_a_rack_is_a_line_for_each_group_and_the_whole_job_none(tmp_path: Path) 
     failures = [
         {"name": "rack", "domain": "rack", "mtbf": "1 d", "spacing": "even"},
         {"name": "software", "scope": "job", "mtbf": "2 d", "spacing": "even"},
-        {"name": "slow", "effect": "slow", "factor": 1.5, "found_after": 60, "mtbf": "3 d", "spacing": "even"},
+        {
+            "name": "slow",
+            "effect": "slow",
+            "factor": 1.5,
+            "found_after": 60,
+            "mtbf": "3 d",
+            "spacing": "even",
+        },
     ]
     read = scenario(cluster=RACKS, job={"step": 20.0, "groups": 16}, failure=failures, days=3.0)
     write_drawn(tmp_path / "drawn.csv", read, seed=0)
@@ -111,7 +123,10 @@ def test_a_log_of_lanl_is_converted(tmp_path: Path) -> None:
     ]
     path = write_lanl(tmp_path / "lanl.csv", lines)
     found = read_lanl(path, 20)
-    assert [(each.time, each.node, each.down_seconds) for each in found] == [(0, 200, None), (3600, 7, 3 * 3600)]
+    assert [(each.time, each.node, each.down_seconds) for each in found] == [
+        (0, 200, None),
+        (3600, 7, 3 * 3600),
+    ]
     cluster = {"gpus": 1024, "gpus_per_node": 8, "spare_nodes": 0}
     failure = {"name": "lanl", "log": "lanl.csv", "system": 20, "breaks": 1.0}
     read = scenario(tmp_path, cluster=cluster, job={"step": 20.0, "groups": 4}, failure=[failure])
@@ -126,9 +141,18 @@ def test_a_log_of_lanl_is_converted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "line"),
     [
-        (["20,cluster,256,x,6/21/2005 10:54,,,"], "lanl.csv:2 must have a node's number and times such as 6/21/2005"),
-        (["20,cluster,256,1,2005-06-21,,,"], "lanl.csv:2 must have a node's number and times such as 6/21/2005"),
-        (["2,cluster,256,1,6/21/2005 10:54,,,"], "lanl.csv must hold a failure of system 20, got none"),
+        (
+            ["20,cluster,256,x,6/21/2005 10:54,,,"],
+            "lanl.csv:2 must have a node's number and times such as 6/21/2005",
+        ),
+        (
+            ["20,cluster,256,1,2005-06-21,,,"],
+            "lanl.csv:2 must have a node's number and times such as 6/21/2005",
+        ),
+        (
+            ["2,cluster,256,1,6/21/2005 10:54,,,"],
+            "lanl.csv must hold a failure of system 20, got none",
+        ),
     ],
 )
 def test_a_mistake_in_a_log_is_one_line(tmp_path: Path, lines: list[str], line: str) -> None:
@@ -153,14 +177,25 @@ def test_a_trace_of_every_effect_is_read_again(tmp_path: Path) -> None:
     """A straggler stays one, and leaves when it was found; a fault that costs nothing costs nothing."""
     failures = [
         {"name": "kill", "mtbf": "5 h", "spacing": "memoryless"},
-        {"name": "slow", "effect": "slow", "factor": 1.5, "found_after": 600, "mtbf": "9 h", "spacing": "memoryless"},
+        {
+            "name": "slow",
+            "effect": "slow",
+            "factor": 1.5,
+            "found_after": 600,
+            "mtbf": "9 h",
+            "spacing": "memoryless",
+        },
         {"name": "drain", "effect": "drain", "mtbf": "7 h", "spacing": "memoryless"},
     ]
     read = scenario(failure=failures, groups={"stall": 200.0, "away": 600.0})
     write_drawn(tmp_path / "drawn.csv", read, seed=4)
     with (tmp_path / "drawn.csv").open("a") as file:
         file.write("5,kill_lighthouse,lighthouse,\n")
-    again = scenario(tmp_path, failure=[{"name": "all", "trace": "drawn.csv"}], groups={"stall": 200.0, "away": 600.0})
+    again = scenario(
+        tmp_path,
+        failure=[{"name": "all", "trace": "drawn.csv"}],
+        groups={"stall": 200.0, "away": 600.0},
+    )
     (one,), (other,) = make_candidates(read), make_candidates(again)
     before, after = simulate(one, 4), simulate(other, 4)
     assert before.parts["slower"] > 12 * 10 * 300
@@ -173,7 +208,10 @@ def test_a_trace_of_every_effect_is_read_again(tmp_path: Path) -> None:
 
 def test_a_trace_names_groups_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("time,fault,target\n1,kill_group,12\n")
-    with pytest.raises(ConfigError, match=r"^failure\[0\]\.trace must hit groups below job\.groups \(12\), got 12; "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^failure\[0\]\.trace must hit groups below job\.groups \(12\), got 12; ",
+    ):
         scenario(tmp_path, failure=[{"name": "a", "trace": "trace.csv"}])
 
 
@@ -189,7 +227,11 @@ def test_a_trace_counts_in_the_days_of_the_run(tmp_path: Path) -> None:
 
 def test_a_straggler_that_dies_is_slow_no_more(tmp_path: Path) -> None:
     """Group 0 is slow from 100 s on, for an hour if it lives, but it dies at 200 s."""
-    lines = ["time,fault,target,params", "100,slow_rank,0,factor=2 seconds=3600", "200,kill_group,0,"]
+    lines = [
+        "time,fault,target,params",
+        "100,slow_rank,0,factor=2 seconds=3600",
+        "200,kill_group,0,",
+    ]
     (tmp_path / "trace.csv").write_text("\n".join(lines))
     read = scenario(
         tmp_path,

@@ -14,7 +14,14 @@ from titan_ft.forecast.lengths import Constant, LogNormal, Samples, Uniform, Wei
 
 @pytest.mark.parametrize(
     "length",
-    [Constant(3.0), Uniform(1.0, 5.0), Weibull(3.0), Weibull(3.0, 0.7), LogNormal(2.0, 9.0), Samples([1, 2, 9])],
+    [
+        Constant(3.0),
+        Uniform(1.0, 5.0),
+        Weibull(3.0),
+        Weibull(3.0, 0.7),
+        LogNormal(2.0, 9.0),
+        Samples([1, 2, 9]),
+    ],
 )
 def test_draws_have_the_mean(length: Weibull) -> None:
     number = 40_000

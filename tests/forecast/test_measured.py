@@ -74,7 +74,10 @@ def test_a_stall_without_an_end_is_cut_off() -> None:
     """Both groups die at 14 s, and no step follows until the record ends at 60 s."""
     events = [event for event in killed_run() if event.time < 1e9 + 13]
     events += [commit(13.0, 4, 0, participants=[0]), fault(14.0, "kill_group", 0, shot=1)]
-    events += [say(14.1, "worker_exited", 0, signal="SIGKILL", stopped=False), say(60.0, "launch_finished", code=1)]
+    events += [
+        say(14.1, "worker_exited", 0, signal="SIGKILL", stopped=False),
+        say(60.0, "launch_finished", code=1),
+    ]
     found = measured_of(events)
     assert found.stall is not None
     assert (found.stall.number, found.stall.censored) == (1, 1)
@@ -88,7 +91,8 @@ def test_without_failures_costs_are_unknown() -> None:
     with pytest.raises(ConfigError, match=r"^groups\.stall must be set, got nothing; give it, or a run that has it"):
         candidate(groups={"away": 10.0})
     with pytest.raises(
-        ConfigError, match=r"^--like must be a run with a failure from which a group came back, got none"
+        ConfigError,
+        match=r"^--like must be a run with a failure from which a group came back, got none",
     ):
         scenarios_like(found, 1)
     assert measure([RunRecord([say(0.0, "launch_started", replicas=2)])]) is None

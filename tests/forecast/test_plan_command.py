@@ -82,7 +82,13 @@ def test_a_scenario_is_a_table_a_sentence_and_a_page(scenario: Path, capsys: pyt
     parts = [float(cell) for name, cell in zip(head, cells, strict=True) if name.strip() in SHARES and cell]
     assert round(sum(parts), 1) == 100.0
     page = (scenario.parent / "cluster-plan" / "index.html").read_text()
-    for part in ("Forecast of cluster.toml", "Size of a group", "Spare nodes", "Half of it", "no nodes"):
+    for part in (
+        "Forecast of cluster.toml",
+        "Size of a group",
+        "Spare nodes",
+        "Half of it",
+        "no nodes",
+    ):
         assert part in page
     assert not re.search(r"""(src|href)=["']?http""", page.partition("plotly.js v")[0])
 
@@ -170,7 +176,17 @@ def test_a_run_without_a_scenario(run_dir: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_campaign_before_it_runs(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--chaos", "blog_15s", "--from", str(run_dir), "--minutes", "5", "--seeds", "3"]
+    words = [
+        "plan",
+        "--chaos",
+        "blog_15s",
+        "--from",
+        str(run_dir),
+        "--minutes",
+        "5",
+        "--seeds",
+        "3",
+    ]
     assert main(words) == 0
     assert re.search(r"^steps +\d+\.\d +\d+\.\d to \d+\.\d$", capsys.readouterr().out, re.MULTILINE)
     assert main([*words, "--json"]) == 0
@@ -212,18 +228,36 @@ def test_the_validation_set_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("", "SCENARIO must be given, or one of --like, --chaos, --validate, got nothing; give one of them"),
+        (
+            "",
+            "SCENARIO must be given, or one of --like, --chaos, --validate, got nothing; give one of them",
+        ),
         (
             "--validate --like x",
             "SCENARIO must be given, or one of --like, --chaos, --validate, got --like and --validate",
         ),
         ("--chaos blog_15s", "--chaos must come with --from RUN_DIR, got it alone"),
         ("gone.toml", "gone.toml"),
-        ("--validate --minutes 3", "--minutes must come with --chaos, got --validate; leave it out"),
-        ("--validate --trace-out x", "--trace-out must come with SCENARIO, got --validate; leave it out"),
-        ("--validate --from x", "--from must come with SCENARIO or --chaos, got --validate; leave it out"),
-        ("--like x --from x", "--from must come with SCENARIO or --chaos, got --like; leave it out"),
-        ("--chaos blog_15s --from x --out x", "--out must come with SCENARIO or --like, got --chaos; leave it out"),
+        (
+            "--validate --minutes 3",
+            "--minutes must come with --chaos, got --validate; leave it out",
+        ),
+        (
+            "--validate --trace-out x",
+            "--trace-out must come with SCENARIO, got --validate; leave it out",
+        ),
+        (
+            "--validate --from x",
+            "--from must come with SCENARIO or --chaos, got --validate; leave it out",
+        ),
+        (
+            "--like x --from x",
+            "--from must come with SCENARIO or --chaos, got --like; leave it out",
+        ),
+        (
+            "--chaos blog_15s --from x --out x",
+            "--out must come with SCENARIO or --like, got --chaos; leave it out",
+        ),
         ("--chaos blog_15s --from x --minutes nan", "--minutes must be a number > 0, got nan"),
         ("--chaos blog_15s --from x --minutes 0", "--minutes must be a number > 0, got 0.0"),
         ("--validate --seeds 1000000", "--seeds must be from 2 to 10000, got 1000000"),
@@ -232,7 +266,11 @@ def test_the_validation_set_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: 
     ],
 )
 def test_a_mistake_is_one_line(
-    words: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["plan", *words.split()]) == 2
@@ -245,7 +283,16 @@ def test_sizes_of_a_dry_run_are_json(
 ) -> None:
     """The figures of the text, as numbers: 6,163,712 parameters x 4 bytes; a ring of 4 sends each byte 1.5 times."""
     monkeypatch.chdir(tmp_path)
-    words = ["launch", "llama3_debug", "--replicas", "4", "--ranks-per-replica", "1", "--run-dir", "run"]
+    words = [
+        "launch",
+        "llama3_debug",
+        "--replicas",
+        "4",
+        "--ranks-per-replica",
+        "1",
+        "--run-dir",
+        "run",
+    ]
     assert main([*words, "--dry-run", "--json", "--link-gbps", "10"]) == 0
     sizes = json.loads(capsys.readouterr().out)
     num_bytes = 4 * 6_163_712

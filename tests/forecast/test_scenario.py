@@ -92,7 +92,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "line"), MISTAKES, ids=[f"{place}-{value}"[:40] for place, value, _ in MISTAKES]
+    ("place", "value", "line"),
+    MISTAKES,
+    ids=[f"{place}-{value}"[:40] for place, value, _ in MISTAKES],
 )
 def test_a_mistake_is_one_line(place: str, value: Any, line: str) -> None:
     values = copy.deepcopy(tables())

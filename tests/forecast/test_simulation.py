@@ -81,8 +81,18 @@ def test_closed_forms_know_stragglers_and_wrong_numbers() -> None:
         "mtbf": 9000,
         "spacing": "memoryless",
     }
-    corrupt = {"name": "sdc", "effect": "corrupt", "found_after": 600.0, "mtbf": 9000, "spacing": "memoryless"}
-    job = candidate(failure=[slow, corrupt], job={"step": 2.0, "groups": 6}, groups={"stall": 500.0, "away": 300.0})
+    corrupt = {
+        "name": "sdc",
+        "effect": "corrupt",
+        "found_after": 600.0,
+        "mtbf": 9000,
+        "spacing": "memoryless",
+    }
+    job = candidate(
+        failure=[slow, corrupt],
+        job={"step": 2.0, "groups": 6},
+        groups={"stall": 500.0, "away": 300.0},
+    )
     simulated = fmean(simulate(job, seed, 40 * DAY).effective for seed in range(4))
     assert estimate(job) == pytest.approx(simulated, rel=0.01)
 
@@ -90,7 +100,9 @@ def test_closed_forms_know_stragglers_and_wrong_numbers() -> None:
 @pytest.mark.parametrize("groups", [4, 32])
 def test_the_form_of_rounds(groups: int) -> None:
     job = candidate(
-        job={"step": 20.0, "groups": groups}, rounds={"steps": 30}, failure=[{**MEMORYLESS, "mtbf": 3600.0}]
+        job={"step": 20.0, "groups": groups},
+        rounds={"steps": 30},
+        failure=[{**MEMORYLESS, "mtbf": 3600.0}],
     )
     rounds = Candidate(**{**vars(job), "strategy": "rounds", "step": 600.0})
     simulated = fmean(simulate(rounds, seed, 200 * 3600.0).effective for seed in range(4))
@@ -173,7 +185,13 @@ def test_every_second_of_every_group_is_accounted_for(
                 "mtbf": 7000,
                 "spacing": "memoryless",
             },
-            {"name": "sdc", "effect": "corrupt", "found_after": 300, "mtbf": 7000, "spacing": "memoryless"},
+            {
+                "name": "sdc",
+                "effect": "corrupt",
+                "found_after": 300,
+                "mtbf": 7000,
+                "spacing": "memoryless",
+            },
         ],
         maintenance=[{"every": "1 h", "nodes": 5, "lasts": "10 min"}],
         groups={"stall": stall, "away": away, "rejoin": rejoin, "drag": drag, "loses": loses},
@@ -209,7 +227,10 @@ def test_more_of_what_helps_never_harms() -> None:
 
 
 def test_steps_at_once_are_steps_one_by_one() -> None:
-    job = candidate(checkpoint={"save": 7.0, "interval": 300.0}, groups={"stall": 9.0, "away": 300.0, "rejoin": 2.0})
+    job = candidate(
+        checkpoint={"save": 7.0, "interval": 300.0},
+        groups={"stall": 9.0, "away": 300.0, "rejoin": 2.0},
+    )
     once, single = simulate(job, 5, DAY), simulate(job, 5, DAY, lambda time, groups: None)
     assert (once.steps, once.votes, once.failures) == (single.steps, single.votes, single.failures)
     assert once.parts == pytest.approx(single.parts, rel=1e-6, abs=1e-3)
@@ -315,7 +336,9 @@ def test_a_chaos_plan_keeps_its_limits() -> None:
     assert account.failures + account.skipped == 9
     assert account.skipped > 2
     often = simulate(
-        candidate(failure=[{"name": "kill", "chaos": "blog_60s"}], groups={"stall": 0, "away": 100}), 0, 600.0
+        candidate(failure=[{"name": "kill", "chaos": "blog_60s"}], groups={"stall": 0, "away": 100}),
+        0,
+        600.0,
     )
     assert (often.failures, often.skipped) == (9, 0)
 
@@ -329,7 +352,13 @@ def test_saves_are_as_often_as_all_groups_are_lost() -> None:
 
 
 def test_wrong_numbers_send_a_job_alone_back_before_them() -> None:
-    failure = {"name": "sdc", "effect": "corrupt", "found_after": 950.0, "mtbf": 5000.0, "spacing": "even"}
+    failure = {
+        "name": "sdc",
+        "effect": "corrupt",
+        "found_after": 950.0,
+        "mtbf": 5000.0,
+        "spacing": "even",
+    }
     common = {"groups": None, "job": {"step": 1.0}, "restart": {"recover": 100.0}, "days": 0.1}
     job = candidate(failure=[failure], checkpoint={"save": 0.0, "interval": 300.0}, **common)
     account = simulate(job, 0, 7000.0)

@@ -31,11 +31,12 @@ _BESIDE = {
     "--chaos": ("--from", "--chaos-seed", "--minutes"),
     "--validate": (),
 }
-"""The four things to ask for, each with the options that it takes; --json, --seeds and --seed go with all."""
+"""The four things to ask for, each with the options that it takes; --json, --seeds and --seed go
+with all."""
 
 
 def run(command: Planning, worker_args: Sequence[str]) -> int:
-    """Do the one thing that the options ask for: a scenario, a run, a campaign, or the validation set."""
+    """Do what the options ask for: a scenario, a run, a campaign, or the validation set."""
     _check(command)
     if command.validate:
         return _validate(command)
@@ -52,7 +53,8 @@ def run(command: Planning, worker_args: Sequence[str]) -> int:
         return 1
     measured = measure(records) if records else None
     if records and measured is None:
-        raise ConfigError(f"{name} must be a run that made steps, got {folders[0]}; give one that trained")
+        got = folders[0]
+        raise ConfigError(f"{name} must be a run that made steps, got {got}; give one that trained")
     if command.chaos is not None:
         assert measured is not None, "--chaos comes with --from"
         return _forecast_campaign(command, command.chaos, measured, _least(records))
@@ -85,7 +87,8 @@ def _check(command: Planning) -> None:
     asked = [name for name in _BESIDE if given[name] is not None]
     if len(asked) != 1:
         got = " and ".join(asked) or "nothing"
-        raise ConfigError(f"SCENARIO must be given, or one of --like, --chaos, --validate, got {got}; give one of them")
+        rule = "must be given, or one of --like, --chaos, --validate"
+        raise ConfigError(f"SCENARIO {rule}, got {got}; give one of them")
     for name, value in given.items():
         if value is None or name in (*asked, *_BESIDE[asked[0]]):
             continue
@@ -96,9 +99,11 @@ def _check(command: Planning) -> None:
             "--chaos must come with --from RUN_DIR, got it alone; a run's record has the costs of failures"
         )
     if command.minutes is not None and not 0 < command.minutes < math.inf:
-        raise ConfigError(f"--minutes must be a number > 0, got {command.minutes}; the default is that of the runs")
+        remedy = "the default is that of the runs"
+        raise ConfigError(f"--minutes must be a number > 0, got {command.minutes}; {remedy}")
     if not 2 <= command.seeds <= MAX_SEEDS:
-        raise ConfigError(f"--seeds must be from 2 to {MAX_SEEDS}, got {command.seeds}; an interval needs two runs")
+        rule = f"must be from 2 to {MAX_SEEDS}"
+        raise ConfigError(f"--seeds {rule}, got {command.seeds}; an interval needs two runs")
 
 
 def _validate(command: Planning) -> int:
@@ -136,7 +141,11 @@ def _forecast_campaign(command: Planning, chaos: Path, measured: Measured, least
 
 
 def _compare(
-    command: Planning, scenarios: Sequence[Scenario], measured: Measured | None, folder: Path, source: str
+    command: Planning,
+    scenarios: Sequence[Scenario],
+    measured: Measured | None,
+    folder: Path,
+    source: str,
 ) -> int:
     """Compare the candidates of scenarios; print them, and write their page into a folder."""
     from titan_ft.forecast.page import write_page
@@ -161,7 +170,8 @@ def _compare(
         figures: dict[str, Any] = {"cases": [case_figures(case) for case in cases]}
         if measured is not None:
             names = ("input", "value", "rests_on")
-            figures["record"] = [dict(zip(names, row, strict=True)) for row in observation_rows(measured)]
+            rows = observation_rows(measured)
+            figures["record"] = [dict(zip(names, row, strict=True)) for row in rows]
         print(json.dumps(figures, indent=2))
         return 0
     for case in cases:

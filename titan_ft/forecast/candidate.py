@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A candidate: one strategy with one shape, as numbers. `closed_forms` and `simulation` say what it achieves."""
+"""A candidate is one strategy with one shape, as numbers; `closed_forms` and `simulation` judge it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.scenario import DAY, Groups, Kind, Scenario, Strategy, to_length
 
 MAX_INTERVAL = 7 * DAY
-"""The best time between saves is never longer: the rate of very rare losses is not known so well."""
+"""The best time between saves is never longer: the rate of very rare losses is not known so
+well."""
 NOTHING = Constant(0.0)
 BEYOND = 1.5
 """A record tells nothing of more than so many times its own pressure."""
@@ -44,7 +45,8 @@ class Rates:
     leaves: float = 0.0
     """Groups that leave in order: drains, maintenance, stragglers that were found."""
     corrupt: float = 0.0
-    """Groups whose wrong numbers were found: they heal from the others; a job without others goes back."""
+    """Groups whose wrong numbers were found: they heal from the others; a job without others goes
+    back."""
     groups_lost: float = 0.0
     """Groups that deaths stop: more than deaths where a domain has several groups."""
     job: float = 0.0
@@ -110,7 +112,7 @@ class Candidate:
 
     @property
     def value_of_time(self) -> float:
-        """Return the useful GPUs of each one that is paid for, while all train; see `Rounds.value_of_a_token`."""
+        """Return useful GPUs for each GPU that is paid for, while all groups train."""
         rounds = self.scenario.rounds
         value = rounds.value_of_a_token if self.strategy == "rounds" and rounds is not None else 1.0
         return value * self.scenario.cluster.gpus / self.paid_gpus
@@ -133,8 +135,10 @@ class Candidate:
         if self.strategy == "restart":
             return "restart from checkpoints"
         rounds = self.scenario.rounds
-        steps = f", rounds of {rounds.steps}" if self.strategy == "rounds" and rounds is not None else ""
-        return f"{self.groups} groups of {self.gpus:,}{steps}"
+        shape = f"{self.groups} groups of {self.gpus:,}"
+        if self.strategy == "rounds" and rounds is not None:
+            shape += f", rounds of {rounds.steps}"
+        return shape
 
 
 def make_candidates(scenario: Scenario, measured: Measured | None = None) -> list[Candidate]:
@@ -166,7 +170,8 @@ def _make(scenario: Scenario, strategy: Strategy, measured: Measured | None) -> 
         return with_saves(replace(candidate, costs=Costs(away=recover)))
     assert scenario.groups is not None, "checked when the scenario was read"
     costs = _costs(scenario.groups, candidate.gpus, measured)
-    candidate = replace(candidate, costs=costs, least=job.min_replica_size, loses=scenario.groups.loses)
+    least, loses = job.min_replica_size, scenario.groups.loses
+    candidate = replace(candidate, costs=costs, least=least, loses=loses)
     if strategy == "rounds":
         assert scenario.rounds is not None, "it is a strategy of the scenario"
         steps = scenario.rounds.steps
@@ -177,8 +182,9 @@ def _make(scenario: Scenario, strategy: Strategy, measured: Measured | None) -> 
             costs=replace(costs, drag=costs.drag * steps),
         )
     candidate = with_saves(candidate)
-    is_measured = measured is not None and (costs.stall is measured.stall or costs.away is measured.away)
-    if measured is None or not is_measured or not measured.pressure:
+    if measured is None or not measured.pressure:
+        return candidate
+    if costs.stall is not measured.stall and costs.away is not measured.away:
         return candidate
     times = candidate.pressure / measured.pressure
     return replace(candidate, beyond=times if times > BEYOND else 0.0)
@@ -195,7 +201,8 @@ def _costs(given: Groups, gpus: int, measured: Measured | None) -> Costs:
         elif known is not None:
             lengths[name] = known
         elif name not in lengths:
-            raise ConfigError(f"groups.{name} must be set, got nothing; give it, or a run that has it: --from RUN_DIR")
+            remedy = "give it, or a run that has it: --from RUN_DIR"
+            raise ConfigError(f"groups.{name} must be set, got nothing; {remedy}")
     drag = 0.0 if measured is None else measured.drag
     if given.drag is not None:
         drag = given.drag
@@ -232,7 +239,8 @@ def _rates(scenario: Scenario, groups: int, group_nodes: int) -> Rates:
 def _mean_repair(kind: Kind, scenario: Scenario, gpus: int) -> float:
     """Return the mean seconds until a node is mended; a log has those of each failure."""
     usual = to_length(f"{kind.name}.repair", kind.repair, gpus).mean
-    logged = [usual if each.down_seconds is None else each.down_seconds for each in scenario.listed.get(kind.name, ())]
+    listed = scenario.listed.get(kind.name, ())
+    logged = [usual if each.down_seconds is None else each.down_seconds for each in listed]
     return fmean(logged) if logged else usual
 
 
@@ -240,7 +248,7 @@ def _mean_repair(kind: Kind, scenario: Scenario, gpus: int) -> float:
 
 
 def lost_state_rate(candidate: Candidate) -> float:
-    """Return how often no group is left: all are hit at once, or the last one while the others are away."""
+    """Return how often no group is left: one failure hits all, or the last while the others are away."""
     rates, others = candidate.rates, candidate.groups - 1
     away = -math.expm1(-rates.aways / candidate.groups * candidate.costs.away.mean)
     if others == 0:
@@ -249,15 +257,17 @@ def lost_state_rate(candidate: Candidate) -> float:
 
 
 def with_saves(candidate: Candidate) -> Candidate:
-    """Return the candidate with its saves at the scenario's interval, or at the best one for what loses the state."""
+    """Return the candidate with saves at the scenario's interval, or at the best one for its losses."""
     checkpoint = candidate.scenario.checkpoint
     if checkpoint is None:
         return candidate
     rate = lost_state_rate(candidate)
     if checkpoint.interval != "best":
         interval = float(checkpoint.interval)
+    elif rate == 0:
+        interval = MAX_INTERVAL
     else:
-        interval = min(MAX_INTERVAL, best_interval(1 / rate, candidate.save)) if rate else MAX_INTERVAL
+        interval = min(MAX_INTERVAL, best_interval(1 / rate, candidate.save))
     return replace(candidate, save_every=max(1, round(interval / candidate.step)))
 
 

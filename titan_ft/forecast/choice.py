@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compare candidates: all by closed forms, the best by simulation under common random numbers; advise in a sentence."""
+"""Compare candidates: all by closed forms, the best by simulation; advise in a sentence."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from titan_ft.forecast.simulation import PARTS, Account, simulate
 
 SHORTLIST = 6
 DECISIONS = ("job.groups", "cluster.spare_nodes", "rounds.steps")
-"""Fields that a planner chooses; every other swept field makes cases of their own, which are not compared."""
+"""Fields that a planner chooses; every other swept field makes cases of their own, which are not
+compared."""
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Student's t for 1 to 10 degrees of freedom."""
+
+ValueOf = Callable[[Account], float]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Forecast:
         """Return half of the 95 % interval of the mean."""
         return half_interval([each.effective for each in self.accounts])
 
-    def spread(self, value_of: Callable[[Account], float] = attrgetter("effective")) -> tuple[float, float]:
+    def spread(self, value_of: ValueOf = attrgetter("effective")) -> tuple[float, float]:
         """Return the 5th and the 95th percentile of one run."""
         values = [value_of(each) for each in self.accounts]
         return percentile(values, 0.05), percentile(values, 0.95)
@@ -57,7 +60,7 @@ class Forecast:
 
     @property
     def worth(self) -> float:
-        """Return useful GPUs for each one that is paid for: the figure that candidates are ranked by."""
+        """Return useful GPUs for each GPU that is paid for. Candidates are ranked by it."""
         return self.effective * self.candidate.value_of_time
 
     @property
@@ -102,7 +105,10 @@ class Case:
 
     @property
     def title(self) -> str:
-        return ", ".join(f"{name} = {value}" for name, value in self.circumstances.items())
+        texts = []
+        for name, value in self.circumstances.items():
+            texts.append(f"{name} = {value:.5g}" if isinstance(value, float) else f"{name} = {value}")
+        return ", ".join(texts)
 
 
 Refine = Callable[[Candidate], Candidate]
@@ -123,7 +129,9 @@ def compare(
     """
     cases: dict[str, tuple[dict[str, Any], list[Candidate], list[str]]] = {}
     for scenario in scenarios:
-        circumstances = {name: value for name, value in scenario.swept.items() if name not in DECISIONS}
+        circumstances = dict(scenario.swept)
+        for name in DECISIONS:
+            circumstances.pop(name, None)
         _, candidates, excluded = cases.setdefault(repr(circumstances), (circumstances, [], []))
         for candidate in make_candidates(scenario, measured):
             try:
@@ -142,7 +150,10 @@ def _case(
 ) -> Case:
     forecasts = [Forecast(candidate, estimate(candidate)) for candidate in _distinct(candidates)]
     forecasts.sort(key=lambda each: -each.worth)
-    best = [replace(each, accounts=run_seeds(each.candidate, measured, seeds)) for each in _shortlist(forecasts)]
+    best = []
+    for each in _shortlist(forecasts):
+        accounts = run_seeds(each.candidate, measured, seeds)
+        best.append(replace(each, accounts=accounts))
     best.sort(key=lambda each: -each.worth)
     simulated = [each.candidate for each in best]
     everything = (*best, *(each for each in forecasts if each.candidate not in simulated))
@@ -171,7 +182,10 @@ def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
 def run_seeds(
     candidate: Candidate, measured: Measured | None, seeds: int, seconds: float | None = None
 ) -> tuple[Account, ...]:
-    """Return the accounts of simulated runs. With a record, each run has the costs of another such record."""
+    """Return the accounts of simulated runs.
+
+    With a record, each run has the costs of another such record.
+    """
     accounts = []
     for seed in range(seeds):
         each = candidate
@@ -182,7 +196,7 @@ def run_seeds(
 
 
 def _with_costs_of(candidate: Candidate, measured: Measured, other: Measured) -> Candidate:
-    """Return the candidate with the pace of another record, and with its costs where it has those of `measured`."""
+    """Return the candidate with the pace and the costs of another record in place of `measured`."""
     costs = candidate.costs
     lengths: dict[str, Length] = {}
     for name in ("stall", "away", "rejoin"):
@@ -196,7 +210,7 @@ def _with_costs_of(candidate: Candidate, measured: Measured, other: Measured) ->
 
 
 def advise(ranked: Sequence[Forecast]) -> str:
-    """Return one sentence: what to take, the runner-up, what restarts would do, and which input would turn it."""
+    """Return one sentence: the choice, the runner-up, restarts, and the input that would turn it."""
     best = ranked[0]
     said = f"Take {best.candidate.name}: {100 * best.effective:.1f} % effective training time"
     if len(ranked) == 1:
@@ -216,7 +230,7 @@ def advise(ranked: Sequence[Forecast]) -> str:
 
 
 def is_better(best: Forecast, other: Forecast) -> bool:
-    """True if the mean difference of runs with the same failures is above 0 by its 95 % interval."""
+    """True if the 95 % interval of the mean difference, run by run, is above 0."""
     differences = []
     for ours, others in zip(best.accounts, other.accounts, strict=True):
         our_worth = ours.effective * best.candidate.value_of_time
@@ -246,10 +260,10 @@ def scaled(candidate: Candidate, name: str, factor: float) -> Candidate:
 
 
 def find_turn(best: Candidate, other: Candidate, advantage: float) -> tuple[str, float] | None:
-    """Return the input, and the smallest factor up to 16 or down to 1/16, with which the other one is better.
+    """Return the input, and its smallest factor from 1/16 to 16, with which the other one is better.
 
     Args:
-        advantage: of the best one's worth, by simulation. The closed forms tell only how an input changes it.
+        advantage: of the best one's worth, by simulation; closed forms say how an input changes it.
     """
 
     def closed_advantage(name: str, factor: float) -> float:
@@ -266,10 +280,11 @@ def find_turn(best: Candidate, other: Candidate, advantage: float) -> tuple[str,
 
 
 def sensitivity(candidate: Candidate) -> list[tuple[str, float, float, float]]:
-    """Return each input that matters: the effective training time with half of it, as it is, and twice."""
+    """Return each input that matters, with the effective time at half of it, as it is, and at twice."""
     rows = []
     for name in INPUTS:
-        half, usual, twice = (estimate(scaled(candidate, name, factor)) for factor in (0.5, 1.0, 2.0))
+        values = [estimate(scaled(candidate, name, factor)) for factor in (0.5, 1.0, 2.0)]
+        half, usual, twice = values
         if max(abs(half - usual), abs(twice - usual)) > 1e-5:
             rows.append((name, half, usual, twice))
     return sorted(rows, key=lambda row: -abs(row[3] - row[1]))

@@ -16,12 +16,13 @@ ENVELOPE = 0.25
 
 
 def estimate(candidate: Candidate) -> float:
-    """Return the effective training time under memoryless failures; under even ones by arithmetic."""
+    """Return the effective training time under memoryless failures, or under even ones."""
     kinds = candidate.scenario.failures
     is_even = len(kinds) == 1 and kinds[0].spacing == "even"
     is_restart = candidate.strategy == "restart"
     share = _restarts(candidate, is_even) if is_restart else _groups(candidate, is_even)
-    return share / (1 + candidate.rates.slowed) * _with_nodes(candidate) * _with_maintenance(candidate)
+    share /= 1 + candidate.rates.slowed
+    return share * _with_nodes(candidate) * _with_maintenance(candidate)
 
 
 def find_doubts(candidate: Candidate) -> Iterator[str]:
@@ -36,15 +37,16 @@ def find_doubts(candidate: Candidate) -> Iterator[str]:
         yield "steps as long as the time between failures"
     if candidate.rates.slowed > 0.02 or candidate.rates.rolled_back > 0.02:
         yield "stragglers or wrong numbers"
-    if any(kind.scope == "job" and kind.spacing != "memoryless" for kind in candidate.scenario.failures):
-        yield "failures of the job that are not memoryless"
+    for kind in candidate.scenario.failures:
+        if kind.scope == "job" and kind.spacing != "memoryless":
+            yield f"{kind.name} is not memoryless"
 
 
 def daly(mtbf: float, interval: float, save: float, recover: float) -> float:
     """Return the effective share of a job that restarts, under memoryless failures, exactly.
 
-    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
-    Generation Computer Systems 22 (2006), equation 20.
+    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
+    dumps", Future Generation Computer Systems 22 (2006), equation 20.
     """
     if recover + interval + save > 700 * mtbf:
         return 0.0
@@ -52,7 +54,7 @@ def daly(mtbf: float, interval: float, save: float, recover: float) -> float:
 
 
 def standbys(expected: float) -> int:
-    """Return the nodes that are enough in 99 of 100 moments, if so many are being mended on average (Poisson)."""
+    """Return the nodes that suffice 99 % of the time, if so many are being mended on average."""
     total = 0.0
     for number, weight in _poisson(expected):
         total += weight
@@ -96,11 +98,11 @@ def _restarts(candidate: Candidate, is_even: bool) -> float:
 
 
 def _groups(candidate: Candidate, is_even: bool) -> float:
-    """Return the share of time in which a group trains and is not stalled, times the cost of the groups' returns."""
+    """Return the share of time in which a group trains, neither stalled nor late by a return."""
     costs, rates, groups, step = candidate.costs, candidate.rates, candidate.groups, candidate.step
     stall, away, rejoin = costs.stall.mean, costs.away.mean, costs.rejoin.mean
     if candidate.strategy == "rounds":
-        # A round's exchange alone stalls; a group that dies loses its round, one that returns joins within a round.
+        # Only the exchange of a round stalls. A group that returns joins within a round.
         stall, rejoin = stall * candidate.exchange / (step + candidate.exchange), 0.0
     each = rates.aways / groups
     up = math.exp(-each * away)
@@ -119,7 +121,7 @@ def _groups(candidate: Candidate, is_even: bool) -> float:
 
 
 def _enough_groups(candidate: Candidate, up: float) -> float:
-    """Return the part of the groups' time that is not spent below `min_replica_size`; groups are up independently."""
+    """Return the part of the groups' time with enough groups; groups are up independently."""
     groups, least = candidate.groups, candidate.least
     if least <= 1:
         return 1.0
@@ -128,12 +130,13 @@ def _enough_groups(candidate: Candidate, up: float) -> float:
     part = 0.0
     for number in range(least, groups + 1):
         ways = math.lgamma(groups + 1) - math.lgamma(number + 1) - math.lgamma(groups - number + 1)
-        part += number * math.exp(ways + number * math.log(up) + (groups - number) * math.log1p(-up))
+        likely = ways + number * math.log(up) + (groups - number) * math.log1p(-up)
+        part += number * math.exp(likely)
     return part / (groups * up)
 
 
 def _kept(candidate: Candidate) -> float:
-    """Return the part of the work that is left after all groups were lost at once, saves included."""
+    """Return the part of the work that losses of all groups, and saves, leave."""
     lost, step = lost_state_rate(candidate), candidate.step
     if candidate.save_every and lost > 0:
         return daly(1 / lost, candidate.save_every * step, candidate.save, candidate.costs.away.mean)
@@ -144,7 +147,7 @@ def _kept(candidate: Candidate) -> float:
 
 
 def _with_nodes(candidate: Candidate) -> float:
-    """Return the part of the groups that have all their nodes: a lack of nodes is spread over the groups at random."""
+    """Return the part of the groups that have all their nodes; each lacking node is of any group."""
     spares, expected = candidate.spares, candidate.rates.broken_nodes
     if spares is None or expected == 0:
         return 1.0
@@ -155,7 +158,7 @@ def _with_nodes(candidate: Candidate) -> float:
 
 
 def _with_maintenance(candidate: Candidate) -> float:
-    """Return the part of the groups that no maintenance keeps from training: spares stand in if they are enough."""
+    """Return the part of the groups that maintenance leaves; enough spares stand in for its nodes."""
     share = 1.0
     for stop in candidate.scenario.maintenance:
         if candidate.spares is not None and candidate.spares < stop.nodes:

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draw the failures of a cluster: their times, their nodes, and the luck that decides their consequences.
+"""Draw the failures of a cluster: times, nodes, and the luck that decides the consequences.
 
-One seed draws the same failures, with the same luck, for every shape of the job. Shapes are so compared under common
-random numbers, and a difference between two of them is no chance.
+One seed draws the same failures, with the same luck, for every shape of the job. Shapes are so
+compared under common random numbers, and a difference between two of them is no chance.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _gaps(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failur
 
 
 def _lives(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
-    """Yield the ends of the parts' lives; each part is as good as new afterwards. All begin at the age `kind.age`."""
+    """Yield the ends of the parts' lives, all begun at `kind.age`. A failed part is as good as new."""
     life = Weibull(mtbf_of_each(kind), kind.shape or 1.0)
     size = scenario.nodes_of(kind)
     heap: list[tuple[float, int]] = []

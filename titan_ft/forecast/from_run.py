@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Make scenarios out of a run: what a campaign will show before it runs, and what the run would do otherwise."""
+"""Make scenarios out of a run: of a campaign before it runs, and of the run under other failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 def scenario_of_campaign(measured: Measured, plan: Path, seed: int | None, seconds: float, least: int) -> Scenario:
-    """Return the scenario of a campaign on the groups of a run: the plan's own schedule, each group a node.
+    """Return the scenario of a campaign by a chaos plan on the groups of a run, each group a node.
 
     Args:
         seed: of the plan; its own when None.
@@ -45,7 +45,7 @@ def _until_quiet(plan: Plan, seconds: float) -> Plan:
 
 
 def scenarios_like(measured: Measured, least: int) -> list[Scenario]:
-    """Return cases of a run whose failures are rarer and more frequent, each also with half of its groups.
+    """Return cases of a run with rarer and more frequent failures, each also with half of its groups.
 
     Raises:
         ConfigError: the run had no failure, or none from which a group came back.
@@ -55,7 +55,10 @@ def scenarios_like(measured: Measured, least: int) -> list[Scenario]:
             "--like must be a run with a failure from which a group came back, got none; break one by chaos"
         )
     fit = measured.fit
-    failure: dict[str, Any] = {"name": "as in the run", "mtbf": [measured.mtbf * times for times in TIMES]}
+    failure: dict[str, Any] = {
+        "name": "as in the run",
+        "mtbf": [measured.mtbf * times for times in TIMES],
+    }
     if fit is not None and not fit.low <= 1 <= fit.high:
         failure |= {"spacing": "weibull", "shape": fit.shape}
     else:

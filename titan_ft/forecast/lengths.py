@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lengths of time, constant or random: each is drawn from one uniform number, the luck of the failure it belongs to."""
+"""Lengths of time, constant or random; one uniform number, the luck of a failure, draws one."""
 
 from __future__ import annotations
 
@@ -79,11 +79,12 @@ class LogNormal:
         return self.median * math.exp(self._sigma**2 / 2)
 
     def draw(self, luck: float) -> float:
-        return self.median * math.exp(self._sigma * _NORMAL.inv_cdf(min(max(luck, 1e-12), 1 - 1e-12)))
+        inside = min(max(luck, 1e-12), 1 - 1e-12)
+        return self.median * math.exp(self._sigma * _NORMAL.inv_cdf(inside))
 
 
 class Samples:
-    """Observed lengths. One that was cut off (censored) gives its weight to the longer ones, in equal parts.
+    """Observed lengths. One that was cut off (censored) gives its weight to the longer ones.
 
     That is the estimator of Kaplan and Meier, as Efron builds it (1967). Where no longer one was
     observed, the cut one counts as it is: the mean is then too low, which `censored` says.
@@ -112,11 +113,14 @@ class Samples:
         self.mean = sum(value * weight for value, weight in zip(self.values, weights, strict=True)) / total
 
     def resample(self, rng: random.Random) -> Samples:
-        """Return as many lengths, drawn from these with replacement: what another such record could have shown."""
+        """Return as many lengths, drawn from these with replacement: those of another such record."""
         drawn = rng.choices(self._marked, k=len(self._marked))
         if all(is_cut for _, is_cut in drawn):
             return self
-        return Samples((value for value, is_cut in drawn if not is_cut), (value for value, is_cut in drawn if is_cut))
+        return Samples(
+            (value for value, is_cut in drawn if not is_cut),
+            (value for value, is_cut in drawn if is_cut),
+        )
 
     def draw(self, luck: float) -> float:
         return self.values[min(bisect_left(self._ends, luck), len(self.values) - 1)]
@@ -134,7 +138,7 @@ class Fit:
 
 
 def fit_weibull(seen: Sequence[float], cut: Sequence[float] = ()) -> Fit | None:
-    """Fit by maximum likelihood; lengths that were cut off count as such. None below three observed lengths.
+    """Fit by maximum likelihood, with censored lengths. None below three observed lengths.
 
     The interval is exp(log(shape) +- 1.96 x standard error), by the observed information of the
     profile likelihood.

@@ -14,7 +14,8 @@ from titan_ft.config import ConfigError
 from titan_ft.faults.fault import Fault
 
 LANL_COLUMNS = ("System", "nodenumz", "Prob Started", "Prob Fixed")
-"""Of LA-UR-05-7318, https://www.lanl.gov/projects/ultrascale-systems-research-center/data/failure-data.php."""
+"""Of LA-UR-05-7318, https://www.lanl.gov/projects/ultrascale-systems-research-center/data/failure-
+data.php."""
 _LANL_TIME = "%m/%d/%Y %H:%M"
 
 
@@ -60,12 +61,14 @@ def read_lanl(path: Path, system: int | None = None) -> list[LoggedFailure]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"log must be a readable CSV file, got {path} ({reason}); correct the path") from error
+        got = f"{path} ({reason})"
+        raise ConfigError(f"log must be a readable CSV file, got {got}; correct the path") from error
     rows = csv.DictReader(lines)
     missing = [name for name in LANL_COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
         rule = f"must have the columns {', '.join(LANL_COLUMNS)}, as LANL's log has them"
-        raise ConfigError(f"{path.name}:1 {rule}, got none named {missing[0]!r}; a chaos trace is given as trace")
+        got = f"none named {missing[0]!r}"
+        raise ConfigError(f"{path.name}:1 {rule}, got {got}; a chaos trace is given as trace")
     found = [
         _lanl_failure(f"{path.name}:{rows.line_num}", row)
         for row in rows
@@ -73,10 +76,15 @@ def read_lanl(path: Path, system: int | None = None) -> list[LoggedFailure]:
     ]
     if not found:
         of_system = "" if system is None else f" of system {system}"
-        raise ConfigError(f"{path.name} must hold a failure{of_system}, got none; give another log or system")
+        rule = f"must hold a failure{of_system}"
+        raise ConfigError(f"{path.name} {rule}, got none; give another log or system")
     found.sort(key=lambda each: each[0])
     first = found[0][0]
-    return [LoggedFailure((start - first).total_seconds(), node=node, down_seconds=down) for start, node, down in found]
+    failures = []
+    for start, node, down in found:
+        time = (start - first).total_seconds()
+        failures.append(LoggedFailure(time, node=node, down_seconds=down))
+    return failures
 
 
 def _lanl_failure(name: str, row: dict[str, str]) -> tuple[datetime, int, float | None]:

@@ -1,12 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure what failures cost in runs of one's own, each cost with the number of observations it rests on.
+"""Measure the costs of failures in runs of one's own, each with its number of observations.
 
-The costs: a calm step, a step with a death, steps while groups are away, a step in which one returns, and how long a
-group is away.
-
-A stall alone is about half of what a failure costs where groups share a machine: the others go on slower while a group
-starts beside them.
+The costs: a calm step, a step with a death, steps while groups are away, a step in which a group
+returns, and the time that a group is away. A stall alone is about half of the bill where groups
+share a machine: the others are slower while a group starts beside them.
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ class Measured:
     """The costs of failures in runs; all in seconds. A cost that no failure showed is None."""
 
     step: float
-    """Mean of the steps without trouble: a median would leave out what is late without a failure."""
+    """Mean of the steps without trouble: a median would leave out what is late without a
+    failure."""
     num_steps: int
     groups: int
     drag: float
@@ -51,7 +50,8 @@ class Measured:
     away: Samples | None
     rejoin: Samples | None
     pace: tuple[float, ...]
-    """Means of the steps without trouble, in each tenth of the record: a machine is now faster and now slower."""
+    """Means of the steps without trouble, in each tenth of the record: a machine is now faster and
+    now slower."""
     mtbf: float | None
     fit: Fit | None
     """Of the gaps between failures."""
@@ -124,7 +124,8 @@ class _Found:
 
     calm: list[float] = field(default_factory=list)
     absences: list[tuple[int, float]] = field(default_factory=list)
-    """Of each step with groups away and nothing else: how many, and by how much it was longer than a calm one."""
+    """Of each step with groups away and nothing else: how many, and by how much it was longer than
+    a calm one."""
     steps: list[tuple[_Step, float]] = field(default_factory=list)
     """All steps, each with the calm step of its record."""
     stalls_cut: list[float] = field(default_factory=list)
@@ -162,7 +163,8 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
     all_stalls = [late for of_cause in stalls.values() for late in of_cause]
     number = found.kinds.total()
     tenth = max(1, len(calm) // 10)
-    pace = tuple(fmean(calm[place : place + tenth]) for place in range(0, len(calm) - tenth + 1, tenth))
+    tenths = range(0, len(calm) - tenth + 1, tenth)
+    pace = tuple(fmean(calm[place : place + tenth]) for place in tenths)
     return Measured(
         step=fmean(calm),
         num_steps=len(found.calm),
@@ -182,7 +184,7 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
 
 
 def resample(measured: Measured, seed: int) -> Measured:
-    """Return what another record of as many observations could have shown: so a forecast shows how little is known.
+    """Return another record that was as likely, so that a forecast shows how little is known.
 
     The pace of a run is that of one tenth of the record.
     """
@@ -253,15 +255,16 @@ def _steps_of(commits: Sequence[StepCommitted], failures: Sequence[Failure], siz
 def _look_at_return(
     failure: Failure, failures: Sequence[Failure], ends: Sequence[float], end: float, found: _Found
 ) -> None:
-    """Note how long a group was away until it could join: half a step before the begin of the step that it joined.
+    """Add how long a group was away until it could join: half a step before its first step began.
 
     Args:
         ends: when the steps were committed; each is the begin of the next.
         end: of the record.
     """
     back = None if failure.rejoin_seconds is None else failure.time + failure.rejoin_seconds
-    again = (other.time for other in failures if other.replica == failure.replica and other.time > failure.time)
-    end = min([end, *again])
+    for other in failures:
+        if other.replica == failure.replica and other.time > failure.time:
+            end = min(end, other.time)
     joined = 0 if back is None else bisect_right(ends, back) - 1
     if back is None or back > end or joined < 2:
         found.away_cut.append(max(0.0, end - failure.time))

@@ -94,7 +94,12 @@ def _inputs(case: Case) -> list[tuple[str, str]]:
                 given.append(f"{name} {value}")
         rows.append((f"failures: {kind.name}", ", ".join(given)))
         if kind.name in scenario.listed:
-            rows.append((f"gaps between the failures of {kind.name}", _describe_fit(scenario.listed[kind.name])))
+            rows.append(
+                (
+                    f"gaps between the failures of {kind.name}",
+                    _describe_fit(scenario.listed[kind.name]),
+                )
+            )
     return rows
 
 
@@ -103,7 +108,8 @@ def _describe_fit(listed: Sequence[LoggedFailure]) -> str:
     fit = fit_weibull([after.time - before.time for before, after in pairwise(listed)])
     if fit is None:
         return f"{len(listed)} failures, too few to fit"
-    return f"{fit.number} gaps, mean {fit.mean:.3g} s, shape {fit.shape:.2f} ({fit.low:.2f} to {fit.high:.2f})"
+    shape = f"shape {fit.shape:.2f} ({fit.low:.2f} to {fit.high:.2f})"
+    return f"{fit.number} gaps, mean {fit.mean:.3g} s, {shape}"
 
 
 # Charts
@@ -113,7 +119,11 @@ def draw_charts(case: Case) -> dict[str, Chart]:
     """Return the charts of a case that have something to show, by name."""
     if not case.forecasts:
         return {}
-    charts = [_over_group_size(case.forecasts), _over_mtbf(case.forecasts), _over_spares(case.forecasts[0].candidate)]
+    charts = [
+        _over_group_size(case.forecasts),
+        _over_mtbf(case.forecasts),
+        _over_spares(case.forecasts[0].candidate),
+    ]
     return {chart.name: chart for chart in charts if chart is not None}
 
 
@@ -151,7 +161,15 @@ def _over_mtbf(forecasts: Sequence[Forecast]) -> Chart:
     ticks = {2.0**power: f"{2.0**power:g}" for power in range(-4, 5)}
     axis = Axis("times the scenario's time between failures", kind="log", ticks=ticks)
     caption = "Effective training time in %, by closed forms: the best shape of each strategy."
-    return Chart("mtbf", "If failures were rarer, or more frequent", caption, axis, Axis(), layers, height=3.3)
+    return Chart(
+        "mtbf",
+        "If failures were rarer, or more frequent",
+        caption,
+        axis,
+        Axis(),
+        layers,
+        height=3.3,
+    )
 
 
 def _over_spares(candidate: Candidate) -> Chart | None:
@@ -162,7 +180,8 @@ def _over_spares(candidate: Candidate) -> Chart | None:
     numbers = sorted({round(knee * eighth / 8) for eighth in range(17)})
     values = [estimate(replace(candidate, spares=number)) for number in numbers]
     layers = [_line([float(number) for number in numbers], values, "", COLOURS[0], "spare nodes")]
-    caption = f"Effective training time in %, by closed forms. 99 % of the time {knee} nodes at most are being mended."
+    mended = f"99 % of the time {knee} nodes at most are being mended."
+    caption = f"Effective training time in %, by closed forms. {mended}"
     return Chart("spares", "Spare nodes", caption, Axis("spare nodes"), Axis(), layers)
 
 

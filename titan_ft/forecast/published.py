@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The validation set: published figures beside this planner's, with what was fitted and what stays open."""
+"""The validation set: published figures beside this planner's; fitted and open ones are marked."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read a scenario from TOML: the cluster, its failures, the job, the strategies to compare. Each list is swept."""
+"""Read a scenario from TOML: cluster, failures, job, strategies to compare. Each list is swept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from msgspec import Meta, Struct
 from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.plan_file import load_plan
 from titan_ft.config import ConfigError, load_toml
-from titan_ft.faults.schema import NonNegativeInt, NonNegativeNumber, PositiveNumber, check_keys, convert
+from titan_ft.faults.schema import (
+    NonNegativeInt,
+    NonNegativeNumber,
+    PositiveNumber,
+    check_keys,
+    convert,
+)
 from titan_ft.forecast.lengths import Constant, Length, LogNormal
 from titan_ft.forecast.logs import LoggedFailure, read_faults, read_lanl
 
@@ -92,7 +98,8 @@ class Cluster(Struct, frozen=True):
     )
     gpu_memory_gb: PositiveNumber | None = None
     domain: Annotated[
-        list[Any], Meta(title="an array of tables", description="write [[cluster.domain]] above each")
+        list[Any],
+        Meta(title="an array of tables", description="write [[cluster.domain]] above each"),
     ] = []
 
     @property
@@ -132,18 +139,21 @@ class Kind(Struct, frozen=True, kw_only=True):
     """Nodes below it are never hit."""
     domain: str | None = None
     """Each failure hits a whole one of these; a node when left out."""
-    scope: Annotated[Literal["node", "job"], Meta(title='"node" or "job"', description="with domain leave it out")] = (
-        "node"
-    )
+    scope: Annotated[
+        Literal["node", "job"],
+        Meta(title='"node" or "job"', description="with domain leave it out"),
+    ] = "node"
     effect: Annotated[
-        Effect, Meta(title=f"one of {', '.join(get_args(Effect))}", description="stop is the default")
+        Effect,
+        Meta(title=f"one of {', '.join(get_args(Effect))}", description="stop is the default"),
     ] = "stop"
     """"drain": the group leaves in order. "slow": a straggler until it is found. "corrupt": wrong numbers until they
     are found, then a heal, or with restarts a roll-back to a checkpoint before them."""
     factor: Factor = 1.0
     found_after: Seconds = 0.0
     leaves: bool = True
-    """The group of a straggler that was found leaves in order; else it goes on at its usual speed."""
+    """The group of a straggler that was found leaves in order; else it goes on at its usual
+    speed."""
     breaks: Share = 0.0
     """The part that takes the node away until it is mended."""
     repair: Amount = 0.0
@@ -155,7 +165,10 @@ class Kind(Struct, frozen=True, kw_only=True):
 
     @property
     def has_lives(self) -> bool:
-        """True if each node or domain has a life of its own. Without memory that equals gaps of the whole cluster."""
+        """True if each node or domain has a life of its own.
+
+        Without memory that equals gaps of the whole cluster.
+        """
         return self.spacing == "weibull" and self.source in ("per_1000_node_days", "mtbf_of_each")
 
 
@@ -174,7 +187,8 @@ def _check_kind(kind: Kind) -> None:
         remedy = "44 % with even spacing are 57 % without memory"
         raise ConfigError(f"spacing must be one of {SPACINGS}, got nothing; set it: {remedy}")
     if (kind.shape is None) != (kind.spacing != "weibull"):
-        raise ConfigError(f'shape must come with spacing = "weibull", got {kind.shape}; give both or neither')
+        rule = 'must come with spacing = "weibull"'
+        raise ConfigError(f"shape {rule}, got {kind.shape}; give both or neither")
     if kind.effect == "slow" and kind.factor == 1.0:
         raise ConfigError('factor must be > 1 with effect = "slow", got 1; set it')
     is_late = kind.effect in ("slow", "corrupt")
@@ -184,15 +198,27 @@ def _check_kind(kind: Kind) -> None:
         "system": (kind.log is None, "without log"),
         "seed": (kind.chaos is None, "without chaos"),
         "age": (not kind.has_lives, "without lives: a rate of each node, spacing = weibull"),
-        "first_node": (not is_rate or kind.scope == "job", f"with {kind.source} and scope = {kind.scope}"),
-        "domain": (not is_rate or kind.scope == "job", f"with {kind.source} and scope = {kind.scope}"),
-        "per_1000_node_days": (kind.domain is not None, "with domain: give mtbf_of_each, of one domain"),
+        "first_node": (
+            not is_rate or kind.scope == "job",
+            f"with {kind.source} and scope = {kind.scope}",
+        ),
+        "domain": (
+            not is_rate or kind.scope == "job",
+            f"with {kind.source} and scope = {kind.scope}",
+        ),
+        "per_1000_node_days": (
+            kind.domain is not None,
+            "with domain: give mtbf_of_each, of one domain",
+        ),
         "scope": (not is_rate, f"with {kind.source}"),
         "effect": (has_fault, f"with {kind.source}, whose faults have theirs"),
         "factor": (kind.effect != "slow", f"with effect = {kind.effect}"),
         "leaves": (kind.effect != "slow", f"with effect = {kind.effect}"),
         "found_after": (not is_late, f"with effect = {kind.effect}"),
-        "breaks": (kind.effect != "stop" or kind.scope == "job", f"with effect = {kind.effect}, scope = {kind.scope}"),
+        "breaks": (
+            kind.effect != "stop" or kind.scope == "job",
+            f"with effect = {kind.effect}, scope = {kind.scope}",
+        ),
         "repair": (kind.breaks == 0, "without breaks"),
     }
     defaults = Kind(name=kind.name)
@@ -225,7 +251,10 @@ class Checkpoint(Struct, frozen=True):
     save: Annotated[Seconds, Meta(description="give how long training stands still for a save")]
     interval: Annotated[
         Annotated[float, Meta(ge=1, le=LONGEST)] | Literal["best"],
-        Meta(title='a length of time >= 1 s, or "best"', description="it counts computing, between saves"),
+        Meta(
+            title='a length of time >= 1 s, or "best"',
+            description="it counts computing, between saves",
+        ),
     ] = "best"
 
 
@@ -241,7 +270,8 @@ class Groups(Struct, frozen=True):
     stall: Amount | None = None
     """By how much a failure makes the others' next step late."""
     away: Amount | None = None
-    """From a failure, or from the moment that the nodes are there, until the group could join a step."""
+    """From a failure, or from the moment that the nodes are there, until the group could join a
+    step."""
     rejoin: Amount | None = None
     """By how much a group that comes back makes a step late."""
     drag: Seconds | None = None
@@ -291,7 +321,7 @@ class Scenario(Struct, frozen=True):
         return [name for name, table in tables if table is not None]
 
     def nodes_of(self, kind: Kind) -> int:
-        """Return how many nodes a failure of this kind hits at once; those of the whole job count as one."""
+        """Return how many nodes a failure of this kind hits at once; one if it hits the whole job."""
         return 1 if kind.domain is None else self.domains[kind.domain]
 
     def parts_of(self, kind: Kind) -> range:
@@ -304,7 +334,8 @@ class _File(Struct):
     cluster: Annotated[Any, Meta(description="write [cluster]")]
     job: Annotated[Any, Meta(description="write [job]")]
     failure: Annotated[
-        list[Any], Meta(min_length=1, title="an array of tables", description="write [[failure]] above each")
+        list[Any],
+        Meta(min_length=1, title="an array of tables", description="write [[failure]] above each"),
     ]
     clock: Annotated[
         Literal["wall", "training"],
@@ -314,7 +345,8 @@ class _File(Struct):
         ),
     ]
     days: Annotated[
-        float, Meta(gt=0, le=10_000, title="a number > 0, at most 10000", description="30 is the default")
+        float,
+        Meta(gt=0, le=10_000, title="a number > 0, at most 10000", description="30 is the default"),
     ] = 30.0
     maintenance: Annotated[
         list[Any], Meta(title="an array of tables", description="write [[maintenance]] above each")
@@ -343,15 +375,17 @@ def read_scenarios(values: Mapping[str, Any], folder: Path) -> list[Scenario]:
 
 
 def _expand(values: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the tables once for each combination of the values in their lists, with these values by their names."""
+    """Yield the tables for each combination of the values in their lists, with these by name."""
     lists = list(_find_lists(values, ()))
     number = 1
     for path, several in lists:
         number *= len(several)
         if not several:
-            raise ConfigError(f"{_name(path)} must hold at least one value, got []; give one, or leave it out")
+            rule = "must hold at least one value"
+            raise ConfigError(f"{_name(path)} {rule}, got []; give one, or leave it out")
     if number > MAX_CASES:
-        raise ConfigError(f"the lists must make {MAX_CASES} cases at most, got {number}; shorten one")
+        rule = f"must make {MAX_CASES} cases at most"
+        raise ConfigError(f"the lists {rule}, got {number}; shorten one")
     for chosen in itertools.product(*(several for _, several in lists)):
         case = copy.deepcopy(dict(values))
         for (path, _), value in zip(lists, chosen, strict=True):
@@ -359,7 +393,10 @@ def _expand(values: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[st
             for key in path[:-1]:
                 place = place[key]
             place[path[-1]] = value
-        yield _in_seconds(case), {_name(path): value for (path, _), value in zip(lists, chosen, strict=True)}
+        yield (
+            _in_seconds(case),
+            {_name(path): value for (path, _), value in zip(lists, chosen, strict=True)},
+        )
 
 
 def _find_lists(values: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
@@ -461,19 +498,23 @@ def _check(scenario: Scenario) -> None:
         rule = f"must be <= job.groups ({job.groups})"
         raise ConfigError(f"job.min_replica_size {rule}, got {job.min_replica_size}; lower it")
     if not scenario.strategies:
-        raise ConfigError("restart must be set, or groups or rounds, got none; write [restart], [groups] or [rounds]")
+        remedy = "write [restart], [groups] or [rounds]"
+        raise ConfigError(f"restart must be set, or groups or rounds, got none; {remedy}")
     if scenario.rounds is not None and scenario.groups is None:
-        raise ConfigError("groups must be set with rounds, got nothing; write [groups]: stall and away are the same")
+        remedy = "write [groups]: stall and away are the same"
+        raise ConfigError(f"groups must be set with rounds, got nothing; {remedy}")
     if scenario.restart is not None and scenario.checkpoint is None:
-        raise ConfigError("checkpoint must be set with restart, got nothing; write [checkpoint] with save")
+        remedy = "write [checkpoint] with save"
+        raise ConfigError(f"checkpoint must be set with restart, got nothing; {remedy}")
     number = _expected_events(scenario)
     if number > MAX_EVENTS:
         rule = f"must have {MAX_EVENTS:,} failures and checkpoints at most"
-        raise ConfigError(f"days {rule}, got about {number:.2g} in {scenario.days:g} days; lower days or a rate")
+        got = f"about {number:.2g} in {scenario.days:g} days"
+        raise ConfigError(f"days {rule}, got {got}; lower days or a rate")
 
 
 def _expected_events(scenario: Scenario) -> float:
-    """Return about how many events a simulated run has beside its steps, for one that would never end."""
+    """Return about how many events a simulated run has beside its steps. Too many never end."""
     seconds = scenario.days * DAY
     number = sum(seconds / stop.every for stop in scenario.maintenance)
     for kind in scenario.failures:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Simulate a job under failures, event by event, and account for each second of each group.
 
-A step is counted as `titan_ft.history.timing.goodput` counts it: its usual time, for each group that contributed. A
-simulated run that is written as events has the same effective training time in `titan-ft report`.
+A step is counted as `titan_ft.history.timing.goodput` counts it: its usual time, for each group that
+contributed. A simulated run, written as events, has the same effective training time in a report.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from titan_ft.forecast.failures import Failure, Luck, as_fault, draw_failures, g
 from titan_ft.forecast.scenario import DAY, Kind, Maintenance, to_length
 
 PARTS = ("steps", "stall", "slower", "exchange", "checkpoints", "lost", "waiting", "away", "nodes")
-"""Where the time of the groups goes. "steps" is the effective training time; "slower" is what stragglers, groups that
-are away and groups that return add to steps; "lost" was computed in vain; "waiting" is for other groups, below
-min_replica_size; "nodes" is for nodes."""
+"""Where the time of the groups goes. "steps" is the effective training time. "slower" is the time that
+stragglers, groups away and groups that return add to steps. "lost" was computed in vain. "waiting"
+groups are fewer than min_replica_size. "nodes" is the wait for nodes."""
 POLL_SECONDS = 0.1
 """So often a chaos runner tries again to inject a fault that was refused."""
 MAX_SAVES = 1000
@@ -81,13 +81,19 @@ class _Group:
     luck: Luck | None = None
 
 
-def simulate(candidate: Candidate, seed: int, seconds: float | None = None, commit: Commit | None = None) -> Account:
+def simulate(
+    candidate: Candidate,
+    seed: int,
+    seconds: float | None = None,
+    commit: Commit | None = None,
+) -> Account:
     """Return the account of one run.
 
     Args:
         seed: decides all that is random.
         seconds: how long the run is; when left out, the scenario's days.
-        commit: hears of every step. Without it, steps before the next event are made at once, which changes nothing.
+        commit: called for every step. Without it, the steps before the next event are made at once,
+            which changes nothing.
     """
     return _Simulation(candidate, seed, seconds or candidate.scenario.days * DAY, commit).run()
 
@@ -98,7 +104,8 @@ class _Simulation:
         self.account = Account(seconds, candidate.groups)
         self.env = simpy.Environment()
         self.groups = [_Group(number) for number in range(candidate.groups)]
-        self._up = dict.fromkeys(range(candidate.groups), True)  # a dict keeps its order, unlike a set
+        # A dict keeps its order in every process, unlike a set.
+        self._up = dict.fromkeys(range(candidate.groups), True)
         self._ready: set[int] = set()
         """Groups that wait for the next step to begin."""
         self._training = 0.0
@@ -139,7 +146,8 @@ class _Simulation:
         total = account.seconds * account.groups
         assert parts["lost"] >= -1e-9 * total, "more time was counted than groups trained"
         parts["lost"] = max(0.0, parts["lost"])
-        assert math.isclose(math.fsum(parts.values()), total, rel_tol=1e-9), "the time of the groups does not add up"
+        summed = math.fsum(parts.values())
+        assert math.isclose(summed, total, rel_tol=1e-9), "the time of the groups does not add up"
         return account
 
     def _enter(self, group: _Group, state: str) -> None:
@@ -162,11 +170,12 @@ class _Simulation:
                 yield from self._skip()
             try:
                 yield from self._make_step(late)
-            except simpy.Interrupt:  # too few groups are left: the step is lost, and those that are ready may join
+            except simpy.Interrupt:
+                # Too few groups are left: the step is lost, and those that are ready may join.
                 self._interrupted = False
 
     def _admit(self) -> float:
-        """Let the groups that are ready take part from now on; return by how much they make this step late."""
+        """Let the groups that are ready take part; return by how much they make this step late."""
         late = 0.0
         for group in (self.groups[number] for number in sorted(self._ready)):
             assert group.luck is not None, "a group that comes back was stopped"
@@ -199,8 +208,8 @@ class _Simulation:
     def _skip(self) -> Events:
         """Make at once the steps that end before anything else happens, but for the last one.
 
-        That holds only because this process is the last one to act at this moment: another event of it
-        is the next one that `peek` sees.
+        That holds only because this process is the last one to act at this moment: any other event
+        is one that `peek` sees.
         """
         candidate, step = self.candidate, self._step_seconds()
         free = min(self.env.peek(), self.account.seconds) - self.env.now
@@ -239,14 +248,17 @@ class _Simulation:
             self._saved()
 
     def _count(self, steps: int, votes: int, slower: float | None = None, began: float = 0.0) -> None:
-        """Count steps that were committed; a single one if `slower` is given, in seconds beyond the usual ones."""
+        """Count committed steps; a single one if `slower` is given, its seconds beyond the usual ones."""
         candidate, account = self.candidate, self.account
         present = float(len(self._up))
         if slower is None:
             slower = steps * (self._step_seconds() - candidate.step - candidate.exchange)
         elif candidate.strategy == "rounds":
             length = self.env.now - began
-            present = sum(min(1.0, (self.env.now - max(began, self.groups[each].joined)) / length) for each in self._up)
+            present = 0.0
+            for number in self._up:
+                since = max(began, self.groups[number].joined)
+                present += min(1.0, (self.env.now - since) / length)
         useful = steps * candidate.step
         slower = 0.0 if abs(slower) < 1e-9 * candidate.step else slower  # rounding
         if slower < 0:  # a step that was faster than usual counts as long as it was, as in goodput
@@ -324,7 +336,8 @@ class _Simulation:
     def _find(self, group: _Group, kind: Kind, luck: Luck) -> Events:
         """Let a straggler slow all groups down, or wrong numbers go unseen, until they are found.
 
-        Then the group leaves in order, and heals from the others. A job alone goes back to before its wrong numbers.
+        Then the group leaves in order, and heals from the others. A job without other groups goes
+        back to a checkpoint before its wrong numbers.
         """
         since, stops = self.env.now, group.stops
         if kind.effect == "slow" and group.number in self._up:
@@ -343,11 +356,12 @@ class _Simulation:
             yield self.env.timeout(stop.every)
             nodes = [(first + place) % total for place in range(min(stop.nodes, total))]
             first = (nodes[-1] + 1) % total
-            for number, count in Counter(node // self.candidate.group_nodes for node in nodes).items():
+            counts = Counter(node // self.candidate.group_nodes for node in nodes)
+            for number, count in counts.items():
                 self._stop(self.groups[number], count, stop.lasts, _USUAL_LUCK, in_order=True)
 
     def _shoot(self, kind: Kind, plan: Plan, seed: int) -> Events:
-        """Carry out a chaos plan, as its runner does: the same shots at the same groups, within the same limits."""
+        """Carry out a chaos plan as its runner does: the same shots, groups and limits."""
         rng = random.Random(f"{seed}/{kind.name}/luck")
         for shot in shots(plan):
             luck = Luck(*(rng.random() for _ in Luck._fields))
@@ -365,7 +379,9 @@ class _Simulation:
         self._inject(kind, aimed, luck)
 
     def _view(self) -> View:
-        groups = {each.number: GroupView(each.number, 1, each.number in self._up) for each in self.groups}
+        groups = {}
+        for number in range(self.candidate.groups):
+            groups[number] = GroupView(number, 1, number in self._up)
         return View(groups, frozenset(Need))
 
     def _inject(self, kind: Kind, aimed: Injection, luck: Luck) -> None:
@@ -415,7 +431,10 @@ class _Simulation:
         self._hand_out()
 
     def _lose_all(self, good_until: float, *, in_order: bool) -> None:
-        """Go back to a checkpoint. A last group that leaves in order saves before, unless its numbers are wrong."""
+        """Go back to a checkpoint.
+
+        A last group that leaves in order saves before, unless its numbers are wrong.
+        """
         if in_order and good_until == math.inf and self.candidate.save_every:
             self._saved()
             self.account.restarts += 1
@@ -455,7 +474,10 @@ class _Simulation:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Give nodes to the groups that lack some, first come first served. One that has all of them starts."""
+        """Give nodes to the groups that lack some, first come first served.
+
+        One that has all of them starts.
+        """
         while self._waiting:
             group = self._waiting[0]
             given = min(self._free, group.lacks)
@@ -479,5 +501,6 @@ class _Simulation:
             return
         self._ready.add(group.number)
         there = len(self._up) + len(self._ready)
-        if self._idle_since is not None and there >= self.candidate.least and not self._resumed.triggered:
+        is_enough = there >= self.candidate.least
+        if self._idle_since is not None and is_enough and not self._resumed.triggered:
             self._resumed.succeed()

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bound a candidate by the sizes of the job: what a GPU must hold, what the exchange takes beyond what hides it.
+"""Bound a candidate by the sizes of the job: the memory of a GPU, the part of the exchange in sight.
 
-The sizes are those of `titan-ft launch --dry-run --json`, a process of its own, for it alone needs torch. They are kept
-in a file, by everything that they depend on.
+The sizes are those of `titan-ft launch --dry-run --json`, a process of its own, because it alone
+needs torch. A file keeps them, by everything that they depend on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Sizes:
             raise ConfigError(sizes["refused"])
         if cluster.gpu_memory_gb is not None and sizes["gpu_bytes"] > cluster.gpu_memory_gb * MEMORY_UNIT:
             rule = f"must hold {sizes['gpu_bytes'] / MEMORY_UNIT:.1f} GB and activations"
-            raise ConfigError(f"cluster.gpu_memory_gb {rule}, got {cluster.gpu_memory_gb:g}; take larger groups")
+            got = f"{cluster.gpu_memory_gb:g}"
+            raise ConfigError(f"cluster.gpu_memory_gb {rule}, got {got}; take larger groups")
         seconds = sizes["exchange"]["seconds"]
         if candidate.strategy == "groups":
             seconds = max(0.0, seconds - job.overlap * job.step)
@@ -79,7 +80,17 @@ class Sizes:
 
 def _measure(config: Path, groups: int, ranks: int, link_gbps: float | None) -> tuple[dict[str, Any], bool]:
     """Return the sizes, or why there are none; and whether another try would say the same."""
-    words = [sys.executable, "-m", "titan_ft", "launch", str(config), "--dry-run", "--json", "--run-dir", "not-made"]
+    words = [
+        sys.executable,
+        "-m",
+        "titan_ft",
+        "launch",
+        str(config),
+        "--dry-run",
+        "--json",
+        "--run-dir",
+        "not-made",
+    ]
     words += ["--replicas", str(groups), "--ranks-per-replica", str(ranks)]
     if link_gbps is not None:
         words += ["--link-gbps", str(link_gbps)]

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Show forecasts on the terminal and as JSON: where the time went, in per cent that add up to 100."""
+"""Show forecasts on the terminal and as JSON: the parts of the time add up to 100 per cent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOTES = (
 
 
 def percentages(shares: Mapping[str, float], digits: int = 1) -> dict[str, float]:
-    """Return shares in per cent, rounded so that they add up to 100 exactly: the largest remainders are rounded up."""
+    """Return shares in per cent that add up to 100 exactly: the largest remainders are rounded up."""
     scale = 10**digits
     exact = {name: 100 * scale * share for name, share in shares.items()}
     whole = {name: math.floor(value) for name, value in exact.items()}
@@ -52,7 +52,7 @@ def percentages(shares: Mapping[str, float], digits: int = 1) -> dict[str, float
 
 
 def case_columns(case: Case) -> list[str]:
-    """Return the heads of a case's columns; parts of the time and money only where a candidate has some."""
+    """Return the heads of a case's columns, without parts of the time that no candidate has."""
     money = ["money lost"] if any(each.lost_money for each in case.forecasts) else []
     parts = [NAMES[name] for name in _parts(case)]
     head = ["candidate", "spares", "effective", "one run"]
@@ -107,16 +107,19 @@ def notes_of(forecast: Forecast) -> list[str]:
         doubts = ", ".join(find_doubts(candidate))
         notes.append(f"closed forms only, off by more than 1 %: {doubts}" if doubts else "closed forms only")
     if candidate.beyond:
-        notes.append(f"BEYOND THE RECORD: {candidate.beyond:.1f} times the pressure that was measured")
-    if candidate.strategy == "rounds" and candidate.scenario.rounds is not None:
-        notes.append(f"a token counts {candidate.scenario.rounds.value_of_a_token:g}, your own judgement")
-    if candidate.strategy != "restart" and not candidate.save_every and any(a.restarts for a in forecast.accounts):
+        times = f"{candidate.beyond:.1f} times"
+        notes.append(f"BEYOND THE RECORD: {times} the pressure that was measured")
+    rounds = candidate.scenario.rounds
+    if candidate.strategy == "rounds" and rounds is not None:
+        notes.append(f"a token counts {rounds.value_of_a_token:g}, your own judgement")
+    has_restarted = any(account.restarts for account in forecast.accounts)
+    if has_restarted and not candidate.save_every:
         notes.append("no checkpoints: all was lost when no group was left")
     return notes
 
 
 def case_notes(case: Case) -> list[str]:
-    """Return what holds for a whole case: what was left out, what bounds the shape, how many spares are enough."""
+    """Return notes on a whole case: shapes left out, bounds of the shape, spares that are enough."""
     notes = [f"Left out: {text}." for text in case.excluded]
     candidates = [each.candidate for each in case.forecasts]
     if any(not each.bounded for each in candidates if each.strategy != "restart"):
@@ -177,7 +180,16 @@ def validation_table(rows: Iterable[Comparison]) -> Table:
         numbers = ["" if value is None else f"{value:,.4g}" for value in (row.published, row.ours)]
         error = "" if row.error is None else f"{100 * row.error:+.2f} %"
         reason = row.case.why if row.kind == "open" else row.case.fitted
-        table.add_row(row.case.id, row.figure, row.kind, row.case.grade, *numbers, error, verdicts[row.holds], reason)
+        table.add_row(
+            row.case.id,
+            row.figure,
+            row.kind,
+            row.case.grade,
+            *numbers,
+            error,
+            verdicts[row.holds],
+            reason,
+        )
     return table
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write the drawn failures of a scenario as a chaos trace, so that `titan-ft launch --chaos` carries a forecast out."""
+"""Write the drawn failures of a scenario as a chaos trace, which `launch --chaos` carries out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from titan_ft.config import unwritable
 from titan_ft.forecast.failures import Failure, draw_failures, groups_hit
 from titan_ft.forecast.scenario import Scenario
 
-_FAULTS = {"stop": "kill_group", "drain": "term_group", "slow": "slow_rank", "corrupt": "flip_parameter"}
+_FAULTS = {
+    "stop": "kill_group",
+    "drain": "term_group",
+    "slow": "slow_rank",
+    "corrupt": "flip_parameter",
+}
 
 
 class TraceLine(NamedTuple):
@@ -26,7 +31,7 @@ class TraceLine(NamedTuple):
 
 
 def write_drawn(path: Path, scenario: Scenario, seed: int) -> int:
-    """Write the failures that hit the groups of a scenario, a line for each group; return how many lines.
+    """Write the failures of a scenario, a line for each group that is hit; return how many lines.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -37,7 +42,8 @@ def write_drawn(path: Path, scenario: Scenario, seed: int) -> int:
     notes += [f"of the lists the first case: {name} = {value}" for name, value in scenario.swept.items()]
     whole = sum(failure.kind.scope == "job" for failure in drawn)
     if whole:
-        notes.append(f"{whole} failures of the whole job are left out: chaos leaves one group untouched")
+        why = "chaos leaves one group untouched"
+        notes.append(f"{whole} failures of the whole job are left out: {why}")
     notes += [f"left out: the chaos plan of {name}, which chaos takes as it is" for name in scenario.plans]
     if scenario.maintenance:
         notes.append("left out: maintenance")
@@ -63,11 +69,12 @@ def write_trace(path: Path, lines: Iterable[TraceLine], notes: Iterable[str] = (
 
 
 def _lines(failure: Failure, scenario: Scenario) -> Iterator[TraceLine]:
-    """Yield the lines of a failure; none if it hits the whole job, or only nodes that no group has."""
+    """Yield the lines of a failure; none if it hits the whole job."""
     kind = failure.kind
     if kind.scope == "job":
         return
-    for group in groups_hit(failure, scenario.job.groups, scenario.cluster.nodes // scenario.job.groups):
+    groups = scenario.job.groups
+    for group in groups_hit(failure, groups, scenario.cluster.nodes // groups):
         if kind.effect != "slow":
             yield TraceLine(failure.time, _FAULTS[kind.effect], group)
             continue
