@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import errno
 import functools
@@ -413,7 +414,7 @@ def test_a_save_that_may_be_too_long_for_who_leaves_is_told_and_tried(
     """By the longest one that a rank of the group knows of."""
     run = make_run().train(6)
     slowest = iter([2500])
-    run.gather = lambda value: [value, next(slowest, 1)]  # type: ignore[method-assign]
+    run.gather = lambda value: [value, next(slowest, value)]  # type: ignore[method-assign]
     assert leave(run, seconds)
     assert complete_steps(run.folder) == [5, 6]
     (told,) = run.events.named("saving_before_leaving")
@@ -529,6 +530,26 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
         run.train(11)
     assert run.position.saved_step == 10
     assert [path.name for path in run.folder.iterdir()] == ["step-10"]  # what was left of step 5 is gone
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_class_that_a_load_refuses_is_not_saved(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    """No start after a failure could load such a checkpoint, nor any other one of that run."""
+    run = make_run(async_mode=mode)
+    counters = run.progress.state_dict
+    with monkeypatch.context() as patch:
+        patch.setattr(run.progress, "state_dict", lambda: {**counters(), "recent": [collections.deque([1])]})
+        run.train(5)
+        run.settle()
+    (failed,) = run.events.named("checkpoint_failed")
+    assert "got collections.deque at train_state.recent; return a plain value" in failed["error"]
+    assert "Traceback" not in caplog.text
+    assert complete_steps(run.folder) == []
+    run.train(10)
+    run.settle()
+    assert complete_steps(run.folder) == [10]
 
 
 def test_each_save_that_fails_says_what_is_left(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

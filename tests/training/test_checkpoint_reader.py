@@ -11,7 +11,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titan_ft.training.checkpoint.damage import Failure, classify, find_defect
-from titan_ft.training.checkpoint.reader import CheckpointPlanner, CheckpointReader
+from titan_ft.training.checkpoint.reader import CheckpointPlanner, CheckpointReader, UnsafeValueError, check_values
 
 
 class Payload:
@@ -88,6 +88,32 @@ def test_a_poisoned_table_runs_nothing(tmp_path: Path) -> None:
     assert not mark.exists()
     dcp.FileSystemReader(folder).read_metadata()
     assert mark.exists(), "torch's own reader runs it: the test attacks"
+
+
+class Point(NamedTuple):
+    x: int
+
+
+@pytest.mark.parametrize(
+    "value",
+    [collections.deque([1]), Point(1), [Point(1)], {"deep": (Point(1),)}, 1 << 3000, Payload(Path("mark"))],
+    ids=repr,
+)
+def test_a_save_refuses_what_a_load_refuses(tmp_path: Path, value: Any) -> None:
+    """In each place of a state, and whatever the reason."""
+    save(tmp_path / "step-1", extra=value)
+    with pytest.raises((CheckpointException, KeyError)):
+        load(tmp_path / "step-1", {"extra": None})
+    with pytest.raises(UnsafeValueError, match="at extra"):
+        check_values({"extra": value})
+
+
+@pytest.mark.parametrize("value", [b"bytes", None, 1 << 2000, {}, np.float64(0.5), datetime.timedelta(1)], ids=repr)
+def test_a_save_takes_what_a_load_takes(tmp_path: Path, value: Any) -> None:
+    """No plain value is refused."""
+    save(tmp_path / "step-1", extra=value)
+    load(tmp_path / "step-1", {"extra": value})
+    check_values({"extra": value, "tensor": torch.zeros(1), "more": [torch.zeros(1), {"text": "a"}]})
 
 
 @pytest.mark.parametrize(

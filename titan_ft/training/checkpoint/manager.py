@@ -76,7 +76,7 @@ from titan_ft.training.checkpoint.folder import (
 )
 from titan_ft.training.checkpoint.host import CheckpointHost
 from titan_ft.training.checkpoint.load import OUTER_STATE, Load
-from titan_ft.training.checkpoint.reader import load_checkpoint
+from titan_ft.training.checkpoint.reader import check_values, load_checkpoint
 from titan_ft.training.checkpoint.save import (
     PartError,
     Save,
@@ -378,6 +378,8 @@ class ReplicaCheckpoints(HostCheckpoints):
         digests = {} if to_hf else take_digests(states, self.states, self.host.gather)
         if DATALOADER in states:
             states[DATALOADER] |= stock_loaders(states[DATALOADER], self._num_shards)
+        if not to_hf:
+            on_all_ranks(lambda: check_values(states), self.host.gather)
         save.model_only = TRAIN_STATE not in state_dict
         manifest = dataclasses.replace(self._describe(), step=save.step, model_only=save.model_only, digests=digests)
         partial = save.partial = partial_folder(target, save.step, self._name)

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from titan_ft.engine.loader_state import find_refused_classes, load_value
+from titan_ft.engine.loader_state import find_refusal, find_refused_classes, load_value
 
 _CLASSES = {
     metadata.__name__: (
@@ -97,6 +99,30 @@ class CheckpointPlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
+
+
+def check_values(states: Mapping[str, Any]) -> None:
+    """Refuse to save a state that `load_checkpoint` would refuse.
+
+    DCP takes any value. Without this check a run would save for days, and no start after a failure
+    would load any of its checkpoints.
+
+    Args:
+        states: of this rank, as DCP saves them.
+
+    Raises:
+        UnsafeValueError: it contains a class that could run code.
+    """
+    values, _ = flatten_state_dict(dict(states))  # the pieces that DCP writes
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            continue
+        if refusal := find_refusal(value):
+            raise UnsafeValueError(
+                f"a checkpoint must hold plain values beside its tensors, because a load runs no code, got {refusal} "
+                f"at {name}; return a plain value in its state_dict, or give the class to "
+                "torch.serialization.add_safe_globals in the module of experimental.custom_import"
+            )
 
 
 class UnsafeValueError(ValueError):

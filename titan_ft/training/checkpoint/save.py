@@ -25,6 +25,7 @@ from titan_ft.protocol.errors import FinalError
 from titan_ft.system.ownership import no_follow
 from titan_ft.training.checkpoint.damage import one_line
 from titan_ft.training.checkpoint.export import ExportError
+from titan_ft.training.checkpoint.reader import UnsafeValueError
 
 _ELSEWHERE_IN_GROUP = "it failed on another rank of this group"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -144,7 +145,7 @@ def on_all_ranks(act: Callable[[], T], gather: Callable[[int], list[int]]) -> T:
     reason = ""
     try:
         done = act()
-    except (OSError, ImportError, CheckpointException, ExportError) as error:
+    except (OSError, ImportError, CheckpointException, ExportError, UnsafeValueError) as error:
         reason = explain(error)
     except Exception as error:  # noqa: BLE001  # whatever it is, the others must know
         reason = f"{type(error).__name__}: {error}"
