@@ -327,7 +327,8 @@ class Membership:
             LighthouseError: the lighthouse did not answer for `seat.PROBE_SECONDS`.
             Leaving: the group has been asked to leave, and cannot reach the others anyway.
             RankLostError: a rank of this group is lost.
-            ReplacedError, ConfigMismatchError, ForeignMemberError: see `protocol.member.admit`.
+            ReplacedError, ConfigMismatchError, ForeignMemberError, UnknownTokenError: see
+                `protocol.member.admit`.
         """
         assert self._pending is not None, "request_quorum() comes before await_quorum()"
         return self._pending.result()
@@ -609,7 +610,7 @@ class Membership:
             names = reply.replica_ids
             admission = last.admission
             if names != last.names:  # else the names say the same as in the last step
-                admission = admit(self.member, names)
+                admission = admit(self.member, names, is_first=not last.names)
             self._report_strangers(admission)
             # Each group that has asked is present, even if others cannot reach it.
             present = {member.slot for member in members_of_job(self.member, names)}

@@ -78,6 +78,10 @@ class ForeignMemberError(FinalError):
     """Another job was at this lighthouse first."""
 
 
+class UnknownTokenError(FinalError):
+    """This group would train alone: it cannot verify the names of the groups at the lighthouse."""
+
+
 class ReplacedError(FinalError):
     """A newer process runs the replica group of this process."""
 

@@ -25,14 +25,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from titan_ft.protocol.errors import ConfigMismatchError, ForeignMemberError, ReplacedError
+from titan_ft.protocol.errors import ConfigMismatchError, ForeignMemberError, ReplacedError, UnknownTokenError
 from titan_ft.protocol.shape import Difference, shape_differences
 from titan_ft.system.seal import is_seal, seal
+from titan_ft.system.text import printable
 
 GroupProcess: TypeAlias = tuple[int, float]
 """One attempt of a replica group: its slot, and its start in Unix seconds. Its name may change."""
 
+_PREFIX = "titan_ft"  # of all names
 _ID_SEPARATOR = "/"
+_NAME_LETTERS = 100  # of a name in an error
 _SHORT_LENGTH = 8  # characters of a process's unique name in a report
 _SEAL_PURPOSE = "member"
 UNSEALED = "its name has no valid seal: a stranger's, or another TITAN_FT_TOKEN or titan_ft version"
@@ -90,7 +93,7 @@ class Member:
         if self.report is not None:
             last += f":{self.report.step}:{','.join(self.report.dead)}"
         parts = (
-            "titan_ft",
+            _PREFIX,
             f"{self.slot:06d}",
             f"{self.started:.6f}",
             self.unique,
@@ -245,14 +248,17 @@ class Admission:
     settled: bool = True
 
 
-def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
+def admit(own: Member, replica_ids: Iterable[str], *, is_first: bool = False) -> Admission:
     """Choose the members that `own` exchanges with, by the names in a quorum.
 
     The job, config and shape of the oldest process are the right ones: newcomers must not outvote
-        the
-    group that has the state. The newer one of two processes of a slot counts.
+    the group that has the state. The newer one of two processes of a slot counts.
+
+    Args:
+        is_first: the quorum is the first one of `own`.
 
     Raises:
+        UnknownTokenError: in its first quorum, `own` would begin alone beside groups of another token.
         ForeignMemberError: the lighthouse serves another job, which was there first.
         ConfigMismatchError: the oldest member of the job has another config or shape than `own`.
         ReplacedError: the group of `own` was started again elsewhere.
@@ -265,6 +271,8 @@ def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
         except ValueError:
             strangers[replica_id] = UNSEALED
     assert own in groups, f"{own} is not in its own quorum"
+    if is_first:
+        _check_token(own, groups, strangers)
     first = min(groups, key=lambda member: member.age)
     _check_job(own, first, groups)
     alike = [member for member in groups if _kind(member) == _kind(first)]
@@ -372,6 +380,25 @@ def largest_clique(members: Sequence[Member], dead: set[frozenset[Member]]) -> t
         reach.add_nodes_from(links.subgraph(part).nodes(data=True))
         chosen.update(networkx.max_weight_clique(reach, "weight")[0])
     return tuple(member for member in members if member in chosen or member not in links)
+
+
+def _check_token(own: Member, groups: Sequence[Member], unsealed: Iterable[str]) -> None:
+    """Refuse to begin alone beside groups whose names cannot be verified.
+
+    A group with another token would train a second job, and save into the same folder of
+    checkpoints. A group that trains, or that meets another group of its job, goes on: a stranger
+    without the token must not end it.
+    """
+    if any(member.slot != own.slot for member in groups):
+        return
+    for name in unsealed:
+        if not name.startswith(_PREFIX + _ID_SEPARATOR):
+            continue
+        raise UnknownTokenError(
+            "this group and those at the lighthouse must have the same TITAN_FT_TOKEN and version of "
+            f"titan_ft, got {printable(name, _NAME_LETTERS)} with a seal of another TITAN_FT_TOKEN or "
+            "version; give all groups of a run the same ones, or each job a lighthouse of its own"
+        )
 
 
 def _check_job(own: Member, first: Member, groups: Sequence[Member]) -> None:

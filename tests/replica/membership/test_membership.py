@@ -27,6 +27,7 @@ from titan_ft.protocol.errors import (
     ForeignMemberError,
     LighthouseError,
     ReplacedError,
+    UnknownTokenError,
 )
 from titan_ft.protocol.member import UNSEALED, Admission, Member
 from titan_ft.system.address import split_address
@@ -514,12 +515,13 @@ def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
         ({"config_digest": "deadbeef"}, ConfigMismatchError, ["digest deadbeef", "groups [0] (c0ffee)"], "deadbeef"),
         ({"shape": "2r"}, ConfigMismatchError, ["has 2 ranks; the job's groups [0] have 1 rank:"], "it has 2 ranks"),
         ({"job": "theirs"}, ForeignMemberError, ["job 'theirs'", "job 'ours' (groups [0])"], "job 'theirs'"),
+        ({"token": "another"}, UnknownTokenError, ["got titan_ft/000000/", "another TITAN_FT_TOKEN"], "no valid seal"),
     ],
 )
 def test_a_newcomer_of_another_kind_ends(
     seats: Any, kind: dict[str, str], error: type[Exception], told: list[str], named: str
 ) -> None:
-    """A newcomer of another config, shape or job is told with whom it disagrees, and exchanges nothing.
+    """A newcomer of another config, shape, job or token is told with whom it disagrees, and exchanges nothing.
 
     The first group names it and goes on.
     """

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from titan_ft.protocol.errors import ConfigMismatchError, ForeignMemberError, ReplacedError, ReplicaError
+from titan_ft.protocol.errors import (
+    ConfigMismatchError,
+    ForeignMemberError,
+    ReplacedError,
+    ReplicaError,
+    UnknownTokenError,
+)
 from titan_ft.protocol.member import UNSEALED, Admission, Member, admit
 from titan_ft.protocol.shape import describe_shape
 from titan_ft.system.seal import seal
@@ -120,6 +126,33 @@ def test_a_group_with_another_token_is_set_aside_by_both() -> None:
     one, other = member(0, 1.0, token=TOKEN), member(1, 2.0, token="another")
     assert admit(one, names(one, other)) == Admission((one,), {other.replica_id: UNSEALED})
     assert admit(other, names(one, other)) == Admission((other,), {one.replica_id: UNSEALED})
+
+
+def test_a_newcomer_beside_groups_of_another_token_only_ends() -> None:
+    """It would train a second job alone, and save into the folder of the first one."""
+    first, other = member(0, 1.0, token=TOKEN), member(1, 2.0, token="another")
+    earlier_version = first.replica_id.rpartition("/")[0]
+    for name in (first.replica_id, earlier_version, first.replica_id + "\x1b" * 10_000):
+        with pytest.raises(UnknownTokenError, match="another TITAN_FT_TOKEN") as caught:
+            admit(other, [name, other.replica_id], is_first=True)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("forge", FORGED)
+def test_a_forged_name_does_not_end_a_newcomer_of_a_living_job(forge: Callable[[Member], str]) -> None:
+    """A group that comes back meets the others, and so learns that its token is theirs."""
+    ours = member(0, 2.0, token=TOKEN), member(1, 3.0, token=TOKEN)
+    name = forge(member(1, 1.0, token=TOKEN))
+    for own in ours:
+        assert admit(own, [name, *names(*ours)], is_first=True).members == ours
+    assert admit(ours[0], [name, ours[0].replica_id]).members == ours[:1], "a group that trains goes on"
+
+
+def test_a_newcomer_beside_other_kinds_of_jobs_goes_on() -> None:
+    """They need no token, and do not say that they are of this job."""
+    own = member(0, token=TOKEN)
+    assert admit(own, ["somebody_elses_llama_0", own.replica_id], is_first=True).members == (own,)
 
 
 # Admission
