@@ -122,6 +122,18 @@ def test_one_command_submits_a_run(tmp_path: Path) -> None:
     assert "scancel 103 101 102" in done.stdout
 
 
+def test_each_submission_has_a_token_of_its_own(tmp_path: Path) -> None:
+    """So that names of an earlier submission, recorded on the wire, are worth nothing. The user's own token stays."""
+    token = tmp_path / "run" / "token"
+    tokens = []
+    for options in ((), (), ("--token-file", str(token))):
+        done = submit(tmp_path, *full(tmp_path), *options)
+        assert done.returncode == 0, done.stderr
+        tokens.append(token.read_text())
+        (tmp_path / "run" / "slurm" / "jobs").unlink()
+    assert tokens[0] != tokens[1] == tokens[2]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_a_token_file_or_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     """Who made them knows the token, or puts another one in its place."""
@@ -148,6 +160,19 @@ def test_a_short_token_is_refused(tmp_path: Path) -> None:
     done = submit(tmp_path, *full(tmp_path), "--token-file", str(token))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "at least 16 bytes, got 7 bytes" in done.stderr
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "No such file or directory"), (b"\xff" * 32, "it is no text")])
+def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    """One line, before anything is submitted."""
+    token = tmp_path / "secret"
+    if content is not None:
+        token.write_bytes(content)
+        token.chmod(0o600)
+    done = submit(tmp_path, *full(tmp_path), "--token-file", str(token))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"--token-file must name a file with the token, got {token} ({reason})" in done.stderr
+    assert not (tmp_path / "calls").exists()
 
 
 def test_a_token_of_the_users_is_taken_if_nobody_else_can_read_it(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from titan_ft.options import SlurmSubmit
 from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
 from titan_ft.system.run_folder import check_run_folder
-from titan_ft.system.token import check_private, check_token
+from titan_ft.system.token import check_token, read_token_file
 
 BATCH = Path(__file__).parent / "batch"
 """Folder of the batch scripts. Jobs read it when they start, so that it must be on storage that all nodes share."""
@@ -178,7 +178,7 @@ def _prepare(root: Path, token_file: Path | None) -> None:
     """Make the run's folder with its token; what an earlier submission says there of its jobs and its end goes.
 
     Raises:
-        ConfigError: others can read the token.
+        ConfigError: the token cannot be read, or others can read it.
         OSError: the folder cannot be written.
     """
     for folder in (root / "logs", root / "slurm"):
@@ -190,14 +190,19 @@ def _prepare(root: Path, token_file: Path | None) -> None:
 
 
 def _place_token(own: Path, given: Path | None) -> None:
-    token_file = given or own
-    if not token_file.exists():
-        _write_private(token_file, secrets.token_hex(32))
-    check_private(token_file, token_file.stat(), "--token-file")
-    check_token(token_file.read_text().strip(), is_local=False)
-    if token_file.resolve() != own:
-        own.unlink(missing_ok=True)
-        _write_private(own, token_file.read_text())
+    """Put the run's token into its folder: a copy of the file given, or a new one.
+
+    A new one at each submission. With the former one, whoever recorded the names of that submission
+    on the wire could play them back: an older group with another config would end the groups of this one.
+    """
+    token = secrets.token_hex(32)
+    if given is not None:
+        token = read_token_file(given, "--token-file")
+        check_token(token, is_local=False)
+        if given.resolve() == own:
+            return
+    own.unlink(missing_ok=True)
+    _write_private(own, token)
 
 
 def _write_private(file: Path, text: str) -> None:

@@ -31,14 +31,25 @@ def read_token(environ: Mapping[str, str]) -> str:
     name = environ.get(TOKEN_FILE_ENV, "")
     if token or not name:
         return token
+    return read_token_file(Path(name), TOKEN_FILE_ENV)
+
+
+def read_token_file(path: Path, option: str) -> str:
+    """Return the token in a file.
+
+    Args:
+        option: names the file's option in an error.
+
+    Raises:
+        ConfigError: the file cannot be read, or another user can read it.
+    """
     try:
-        with Path(name).open(encoding="utf-8") as file:
-            check_private(Path(name), os.fstat(file.fileno()), TOKEN_FILE_ENV)
+        with path.open(encoding="utf-8") as file:
+            check_private(path, os.fstat(file.fileno()), option)
             return file.read(_MAX_BYTES).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
-        rule = f"{TOKEN_FILE_ENV} must name a file with the token"
-        raise ConfigError(f"{rule}, got {name} ({reason})") from error
+        raise ConfigError(f"{option} must name a file with the token, got {path} ({reason})") from error
 
 
 def check_token(token: str, *, is_local: bool) -> None:
