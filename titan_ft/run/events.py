@@ -1,10 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The events of a run: one class per event, which is the only place that knows its name and its fields.
+"""The events of a run. Each event is one class here, the only place with its name and its fields.
 
-A field without a default is in every line, as null where it has no value; one whose default is None is in a line only
-when it has a value. Numbers that are not finite are null. The comment beside a field, or above it, says what it means;
-`python -m titan_ft.run.events` prints docs/events.md from all of it.
+A field without a default is in every line. It is null if it has no value. A field with the default
+None is in a line only if it has a value. Numbers that are not finite are written as null.
+
+The comment beside or above a field is its description. `python -m titan_ft.run.events` prints
+docs/events.md from the docstrings and these comments.
 """
 
 from __future__ import annotations
@@ -18,47 +20,46 @@ from typing import Any, Literal
 import msgspec
 
 CONFIG_ERROR = "ConfigError"
-"""Kind of an error that names a mistake of the user's."""
+"""Type name of an error that names a mistake in the user's config."""
 LIGHTHOUSE_ERROR = "LighthouseError"
-"""Kind of an error that names the lighthouse, and says what to do."""
+"""Type name of an error that names the lighthouse and a remedy."""
 Severity = Literal["notice", "chaos", "failure"]
-"""How a person should take an event: something went on, was injected, or failed."""
+"""An event is a notice, an injected fault, or a failure."""
 
 
 def _snake(name: str) -> str:
-    """Return the name of an event, from that of its class."""
+    """Return the name of an event for the name of its class."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event", tag=_snake):
-    """Something that happened. `EventLog.emit` fills in what stands here."""
+    """An event. `EventLog.emit` fills in the fields of this class."""
 
     time: float = -1.0  # Unix seconds
-    # seconds of the host's monotonic clock, which nobody sets: beside it, a wall clock that was set shows
+    # seconds of the host's monotonic clock; unlike `time`, nobody sets it
     mono: float = -1.0
-    pid: int = -1  # the process that announces it
-    replica: int | None = None  # the replica group that it is about
-    rank: int | None = None  # the rank in that group
-    attempt: int | None = None  # how often that group was started before
+    pid: int = -1  # process that writes the event
+    replica: int | None = None  # slot of the replica group
+    rank: int | None = None  # rank in the group
+    attempt: int | None = None  # number of earlier starts of the group
 
     @property
     def name(self) -> str:
-        """Return its name, which is the field `event` of its line."""
+        """Value of the field `event` in the line."""
         return str(self.__struct_config__.tag)
 
     @property
     def time_us(self) -> int:
-        """Its time in Unix microseconds."""
+        """Time in Unix microseconds."""
         return round(self.time * 1e6)
 
     @property
     def severity(self) -> Severity:
-        """How a person should take it."""
         return "failure" if isinstance(self, FAILURES) else "notice"
 
 
 class RankEvent(Event, kw_only=True):
-    """Announced by a worker, of itself or, where all ranks of a group come to the same finding, of its group."""
+    """Written by a worker, about its rank, or by rank 0 about its group."""
 
     replica: int = -1
     rank: int = -1
@@ -66,18 +67,18 @@ class RankEvent(Event, kw_only=True):
 
 
 class GroupEvent(Event, kw_only=True):
-    """Announced of a group by its agent; `spare_took_over` and `agent_ended` by the launcher."""
+    """Written by a group's agent; `spare_took_over` and `agent_ended` by the launcher."""
 
     replica: int = -1
     attempt: int = -1
 
 
 class LaunchEvent(Event, kw_only=True):
-    """Announced by the launcher."""
+    """Written by the launcher."""
 
 
 class ChaosEvent(Event, kw_only=True):
-    """Announced by what injects faults: the chaos runner (in the launcher, or `titan-ft chaos`), or a script."""
+    """Written by the chaos runner (launcher or `titan-ft chaos`), an agent, or a script."""
 
     @property
     def severity(self) -> Severity:
@@ -85,88 +86,93 @@ class ChaosEvent(Event, kw_only=True):
 
 
 class LogEvent(Event, kw_only=True):
-    """Announced by any process, about its own file of events."""
+    """Written by any process, about its own file of events."""
 
 
 # Parts of events
 
 
 class WorkerConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a reader of the history needs of a worker's config: fields of `[fault_tolerance]` by their own names."""
+    """The part of a worker's config that readers of a run need."""
 
     group_size: int  # replica groups of the job
-    min_replica_size: int  # groups that a step needs
-    digest_every: int  # steps from one digest to the next; 0 takes none
+    min_replica_size: int  # smallest number of groups that may commit a step
+    digest_every: int  # steps between two digests; 0 = no digests
     batch_policy: str  # "shrink" or "constant"
-    lr_policy: str  # what becomes of the LR where part of the batch is missing
-    hang_timeout_seconds: float  # without progress for so long a worker ends itself; 0 never does
-    chaos: bool  # whether the worker has a chaos agent
+    lr_policy: str  # learning rate if part of the batch is missing
+    hang_timeout_seconds: float  # time without progress until a worker ends itself; 0 = never
+    chaos: bool  # true if the worker has a chaos agent
     steps: int  # `training.steps`
     checkpoint: bool  # `checkpoint.enable`
-    # "local_sgd" or "diloco": what the job commits, and `step` counts in all events, is a round of several steps then
+    # "local_sgd" or "diloco"; then `step` counts rounds of several local steps in all events
     semi_sync_method: str | None = None
-    sync_steps: int | None = None  # steps between two exchanges of a parameter; with a semi-synchronous method only
-    round_steps: int | None = None  # torchtitan's steps of a round: sync_steps / number of fragments; likewise
+    # local steps between two exchanges of a parameter; only with a semi-synchronous method
+    sync_steps: int | None = None
+    # local steps of a round: sync_steps / number of fragments; only with such a method
+    round_steps: int | None = None
 
 
 class Setup(msgspec.Struct, kw_only=True):
-    """What a worker trains, on what, and with which software; for those who read the run's report later."""
+    """Model, data, device and software of a worker, for the report of the run."""
 
-    model: str  # torchtitan's name of the model and its flavor
+    model: str  # torchtitan's name of the model, and its flavor
     dataset: str  # `training.dataset`
     seq_len: int  # tokens of a sequence
     local_batch_size: int  # sequences of a microbatch of a data-parallel rank
-    global_batch_size: int  # sequences of a step of all groups, as configured; -1 makes it local x ranks x groups
-    parallelism: dict[str, int]  # torchtitan's degrees inside a group, by their fields' names; 1 is left out
-    device: str  # name of its accelerator, else of its processor
-    accelerator: bool = False  # whether that is an accelerator
+    # sequences of a step of all groups, as configured; -1 = local x ranks x groups
+    global_batch_size: int
+    # torchtitan's degrees inside a group, by field name; degrees of 1 are left out
+    parallelism: dict[str, int]
+    device: str  # name of the accelerator, else of the processor
+    accelerator: bool = False  # true if `device` is an accelerator
     num_cpus: int  # processors that the worker may use
-    versions: dict[str, str]  # of Python and of the packages that training rests on
+    versions: dict[str, str]  # versions of Python, torch and other packages, by name
 
 
 class Batches(msgspec.Struct, kw_only=True):
     """Consecutive batches of a slot."""
 
-    slot: int  # share of the data that they are of
-    first_batch: int  # number of the first one in its slot, from 0
-    num_batches: int  # how many
-    checksum: str  # CRC-32 over the bytes of their inputs and labels, hex
+    slot: int  # slot, which is a share of the data
+    first_batch: int  # number of the first batch in the slot, from 0
+    num_batches: int  # number of batches
+    checksum: str  # CRC-32 of the bytes of inputs and labels, hex
 
 
 class Waited(msgspec.Struct, frozen=True):
-    """How long a rank waited in the exchanges of a step for another group.
+    """The time that a rank waited for another group in the exchanges of a step.
 
-    Time in which a group that trains and a joiner were both awaited counts for the group that trains.
+    If the rank waited for a training group and a joiner at once, the training group is charged.
     """
 
-    slot: int  # the group that was awaited
-    seconds: float  # how long, in all exchanges of the step
-    # what the group did meanwhile: "computing", "loading" its batches, "between_steps" (saving, validating),
-    # "connecting" to the other groups for longer than this rank, "catching_up" (it fetched, loaded or replayed the
-    # state, or all groups connected to it), "asked" (the same, and it asked the others to wait); or why it did not
-    # come: "lost", "left" in order, "too_few" (the step needs it for `min_replica_size`)
+    slot: int  # group that the rank waited for
+    seconds: float  # time in all exchanges of the step
+    # what the group did: "computing", "loading" batches, "between_steps" (saving, validating),
+    # "connecting" for longer than this rank, "catching_up" (fetching, loading or replaying the
+    # state) or "asked" (catching up, and the others agreed to wait); or why it was absent: "lost",
+    # "left" in order, "too_few" (the step needs it for `min_replica_size`)
     why: str
 
 
 class ChangedField(msgspec.Struct):
-    """A field of the config that differs between two launches of a run; null where it is not set."""
+    """A config field that differs between two launches of a run; null where it is not set."""
 
-    before: Any  # its value in the launch before
-    now: Any  # its value in this one
-    kind: str  # what the change may do: "harmless", or it changes the "arithmetic" or the "data"
+    before: Any  # value in the launch before
+    now: Any  # value in this launch
+    kind: str  # effect of the change: "harmless", or on the "arithmetic" or the "data"
 
     def describe(self, name: str) -> str:
-        """Return the change of the field `name` in words."""
-        before, now = ("not set" if value is None else json.dumps(value) for value in (self.before, self.now))
+        """Describe the change of the field `name` in words."""
+        before = "not set" if self.before is None else json.dumps(self.before)
+        now = "not set" if self.now is None else json.dumps(self.now)
         kind = "" if self.kind == "harmless" else f", of the {self.kind}"
         return f"{name} = {now} (was {before}{kind})"
 
 
 class Target(msgspec.Struct, omit_defaults=True, frozen=True):
-    """Whom a fault hits: a rank, a group (no rank) or the lighthouse."""
+    """The target of a fault: a rank, a group (without `rank`), or the lighthouse."""
 
-    replica: int | None = None  # the group
-    rank: int | None = None  # the rank of it
+    replica: int | None = None  # slot of the group
+    rank: int | None = None  # rank in the group
     lighthouse: bool = False  # true for the lighthouse, else left out
 
 
@@ -174,155 +180,159 @@ class Target(msgspec.Struct, omit_defaults=True, frozen=True):
 
 
 class EventsDelayed(LogEvent, kw_only=True):
-    """The file could not be written for a while, and the events before this one came late. None of them is lost."""
+    """The file could not be written for a while. The earlier events came late; none is lost."""
 
-    error: str  # why, in the system's words, such as "No space left on device"
-    events: int  # how many waited in memory
-    since: float  # Unix seconds of the first one
+    error: str  # the system's error, such as "No space left on device"
+    events: int  # number of events that waited in memory
+    since: float  # Unix seconds of the first such event
 
 
 class EventsDropped(LogEvent, kw_only=True):
-    """Events are missing from the file: more than the memory may hold had to wait until it could be written."""
+    """Events are missing, because more had to wait than memory may hold."""
 
-    error: str  # why it could not be written, in the system's words
-    events: int | None  # how many; null where an earlier process of the same pid was killed while its events waited
-    kinds: dict[str, int]  # how many of each name
-    since: float | None  # Unix seconds of the first one; null as above
-    until: float | None  # Unix seconds of the last one; null as above
+    error: str  # the system's error
+    # number of missing events; null if an earlier process of this pid was killed while they waited
+    events: int | None
+    kinds: dict[str, int]  # number of missing events, by name
+    since: float | None  # Unix seconds of the first missing event; null as above
+    until: float | None  # Unix seconds of the last missing event; null as above
 
 
 # A worker's life and its steps
 
 
 class WorkerStarted(RankEvent, kw_only=True):
-    """A worker begins: torch is imported and the config is read."""
+    """A worker has imported torch and read its config."""
 
-    config_digest: str  # hash of what must be equal in the configs of all groups, hex
-    host: str  # its host's name
-    slurm: dict[str, str] | None  # Slurm's ids of the job and the step that it belongs to, its node; null outside Slurm
-    # process of the agent that keeps its group; left out where that is not this project's
+    config_digest: str  # hash of the settings that must be equal in all groups, hex
+    host: str  # host name
+    # Slurm's ids of job and step, and the name of the node; null outside Slurm
+    slurm: dict[str, str] | None
+    # process of the group's agent; left out if the agent is not titan_ft's
     agent_pid: int | None = None
-    config: WorkerConfig | None = None  # fields of its config; left out by a trainer that is not this project's
-    setup: Setup | None = None  # what it trains, on what; left out likewise
-    arguments: list[str] | None = None  # its command line, without the program; left out likewise
+    config: WorkerConfig | None = None  # config; left out by other trainers
+    setup: Setup | None = None  # model and software; left out by other trainers
+    arguments: list[str] | None = None  # command line; left out by other trainers
 
     @property
     def node(self) -> str:
-        """What people call its host, and agents do in their events: Slurm's name of the node, else the host's own."""
+        """Slurm's name of the node, else the host name. Agents use the same name."""
         return (self.slurm or {}).get("node") or self.host
 
 
 class Joined(RankEvent, kw_only=True):
-    """The worker has a process group with the counterparts of its rank in the other groups."""
+    """The worker has a process group with its counterparts in the other groups."""
 
     quorum: int  # the lighthouse's number of the quorum
-    participants: list[int]  # groups in it
+    participants: list[int]  # groups in the quorum
     step: int  # committed steps of this group
     quorum_seconds: float  # from the request to the lighthouse's answer
-    rebuild_seconds: float  # from there until the process group stood
+    rebuild_seconds: float  # from the answer to the process group
 
 
 class StepCommitted(RankEvent, kw_only=True):
     """A step is committed and applied."""
 
-    step: int  # its number, from 1; with a semi-synchronous method that of the round
-    # torchtitan's step behind it: more than `step` where a round has several
+    step: int  # number of the step, from 1; of the round with a semi-synchronous method
+    # torchtitan's step after the commit; differs from `step` if rounds have several local steps
     inner_step: int | None = None
-    inner_steps: int | None = None  # steps of its own that this group made for it
-    lineage: str  # names the state that it made, hex; the same in all groups that made it
-    parent: str  # lineage of the state that it changed; twelve zeros for the initial one
-    participants: list[int]  # groups whose gradients are in it
+    inner_steps: int | None = None  # local steps that this group made for the round
+    lineage: str  # name of the new state, hex; equal in all groups that made it
+    parent: str  # lineage of the state before; twelve zeros for the initial state
+    participants: list[int]  # groups whose gradients are in the step
     tokens: int  # tokens with a label of all participants
-    # mean loss over those; null where it is not finite
-    loss: float | None
-    own_tokens: int  # those of this group; 0 where it is no participant
-    own_loss: float | None  # mean loss over those; null as above, and without any
-    grad_norm: float | None  # before clipping; null where it is not finite
+    loss: float | None  # mean loss over `tokens`; null if not finite
+    own_tokens: int  # tokens of this group; 0 if it is no participant
+    own_loss: float | None  # mean loss over `own_tokens`; null if not finite or without tokens
+    grad_norm: float | None  # norm before clipping; null if not finite
     lr: float | None  # learning rate of the update
-    seconds: float  # all of the step, of this rank
-    exchanges: int  # exchanges that it took, those that broke included
-    exchange_seconds: float  # of that, from the end of backward to the commit
-    # of that, waiting for other groups, the longest wait first; without waits shorter than 0.01 s. What is left went
-    # into the sums
+    seconds: float  # duration of the step on this rank
+    exchanges: int  # exchanges of the step, broken ones included
+    exchange_seconds: float  # part of `seconds` from the end of backward to the commit
+    # part of `exchange_seconds` that was spent waiting for other groups, the longest wait first;
+    # waits below 0.01 s are left out
     waits: list[Waited] | None = None
-    # bytes of gradients that this rank sent to the other groups since its last commit, as a ring of the members sends
-    # them: those of exchanges that broke, and of a heal before it, included; rows are not
+    # bytes of gradients that this rank has sent to other groups since its last commit, counted as
+    # for a ring; includes broken exchanges and a heal
     wire_bytes: int | None = None
-    # of that, forward and backward; on a GPU also what the update before still takes when they begin
+    # part of `seconds` for forward and backward; on a GPU with the rest of the update before
     compute_seconds: float
-    # of that, clipping and the optimizer; on a GPU what the host takes to queue them
+    # part of `seconds` for clipping and optimizer; on a GPU the host's time to queue them
     apply_seconds: float
     forward_passes: int  # microbatches that this rank computed
-    data: Batches | None  # batches of its own slot that this rank read; null without any
-    extra_data: list[Batches]  # batches that it read of the slots of absent groups
-    batches: dict[int, tuple[int, int]]  # first batch and number of batches that the step trained, by slot
-    digest: str | None = None  # hash of this rank's part of the state, hex; every `digest_every` steps
-    # memory of this rank in bytes: what the accelerator's allocator held at most since torchtitan's last line of
-    # metrics; on a CPU, what the process holds
+    data: Batches | None  # batches of its own slot that this rank read; null if none
+    extra_data: list[Batches]  # batches that this rank read for absent groups
+    # first batch and number of batches that the step trained, by slot
+    batches: dict[int, tuple[int, int]]
+    digest: str | None = None  # hash of this rank's state, hex; every `digest_every` steps
+    # memory of this rank in bytes: the peak of the accelerator's allocator since torchtitan's last
+    # line of metrics; on a CPU the resident size
     memory_bytes: int | None = None
 
     @property
     def titan_step(self) -> int:
-        """torchtitan's step behind it."""
+        """torchtitan's step after the commit."""
         return self.step if self.inner_step is None else self.inner_step
 
     @property
     def contributed(self) -> bool:
-        """Whether this group's gradient is in the step."""
+        """True if this group's gradient is in the step."""
         return self.replica in self.participants
 
     def readings(self) -> Sequence[Batches]:
-        """Return what this rank read for the step."""
-        return self.extra_data if self.data is None else (self.data, *self.extra_data)
+        """Return all batches that this rank read for the step."""
+        if self.data is None:
+            return self.extra_data
+        return (self.data, *self.extra_data)
 
 
 class LoaderChecked(RankEvent, kw_only=True):
-    """At the job's start: whether a copy of the rank's data loader goes on exactly where its state was saved."""
+    """At the job's start: a copy of the rank's loader was restored from its state and compared."""
 
-    loader: str  # class of the loader, and of what it reads
-    exact: bool  # whether it gave the batches that a loader gave which was not closed meanwhile
-    batches: int  # that were compared
-    reason: str  # what was found; empty where it is exact
-    # whether only code decides where it goes on that this project knows: torchtitan's text data over classes of
-    # `datasets`; of any other loader no comparison at the start proves what it does later
+    loader: str  # class of the loader, and of the dataset
+    exact: bool  # true if the copy gave the same batches as the loader itself
+    batches: int  # number of compared batches
+    reason: str  # the difference; empty if `exact`
+    # true for torchtitan's text data over known classes of `datasets`; for any other loader the
+    # comparison at the start does not prove later restores
     transparent: bool | None = None
 
 
 class DataOpened(RankEvent, kw_only=True):
-    """The rank has opened a slot's data: at its beginning, or again after the last committed batch."""
+    """The rank has opened a slot's data: at the start, or again after the last committed batch."""
 
-    slot: int  # share of the data
-    shard: int  # the rank's part of it, by its number in the whole job
-    num_shards: int  # parts that the data of the whole job is cut into
-    first_batch: int  # number of the batch that it has read first, from 0
-    # whether that was the batch which follows there; null where nobody had read it before, as at the beginning
+    slot: int  # slot of the data
+    shard: int  # number of the rank's shard in the whole job
+    num_shards: int  # shards of the whole job
+    first_batch: int  # number of the first batch read, from 0
+    # true if the batch has the expected checksum; null if no rank had read that batch before
     exact: bool | None
 
 
 class TrainingFinished(RankEvent, kw_only=True):
-    """The last step is made, and all groups hold the final state."""
+    """The last step is committed, and all groups hold the final state."""
 
     step: int  # number of the last step
-    tokens: int  # tokens that all groups have trained on
-    digest: str | None  # hash of this rank's part of the final state, hex; null where digests are off
-    lineage: str  # names the final state
+    tokens: int  # tokens of all groups in the whole training
+    digest: str | None  # hash of this rank's final state, hex; null without digests
+    lineage: str  # name of the final state
 
 
 class CameTooLate(RankEvent, kw_only=True):
-    """The job had made its last step before this worker's group came, and the group ends."""
+    """The job had committed its last step before this group joined; the group ends."""
 
     step: int  # number of the last step
 
 
 class Drained(RankEvent, kw_only=True):
-    """The worker leaves because it was asked to."""
+    """The worker leaves on request."""
 
     step: int  # committed steps of this group
-    reason: str  # who asked, or why it could not finish its step
-    in_order: bool  # whether it finished its step first
-    digest: str | None = None  # hash of this rank's part of the state, hex; only in order
-    lineage: str | None = None  # names that state; only in order
-    # batches of the round that it broke off, as this rank read them: they are void, and trained again
+    reason: str  # origin of the request, or why the group could not finish its step
+    in_order: bool  # true if the group finished its step first
+    digest: str | None = None  # hash of this rank's state, hex; only in order
+    lineage: str | None = None  # name of the state; only in order
+    # batches that this rank read for a round it broke off; they are trained again
     void: list[Batches] | None = None
 
 
@@ -333,72 +343,72 @@ class Hung(RankEvent, kw_only=True):
 
 
 class RankSilent(RankEvent, kw_only=True):
-    """Ranks of the group have no heartbeat any more. Rank 0 ends itself, so that the group starts again."""
+    """Ranks of the group send no heartbeats. Rank 0 ends itself, and the group starts again."""
 
-    ranks: list[int]  # the silent ones
-    hosts: list[str]  # their hosts, in the same order
-    seconds: float  # how long they were silent
+    ranks: list[int]  # the silent ranks
+    hosts: list[str]  # hosts of the silent ranks, in the same order
+    seconds: float  # time since their last heartbeat
 
 
 # Exchanges that do not commit
 
 
 class ExchangeFailed(RankEvent, kw_only=True):
-    """An exchange broke on some rank of this group; it is repeated from the same gradients."""
+    """An exchange broke on some rank of this group; it is repeated with the same gradients."""
 
-    error: str  # what broke it
-    seconds: float  # since its begin
+    error: str  # the error
+    seconds: float  # time since the exchange began
     step: int  # committed steps of this group
 
 
 class Waiting(RankEvent, kw_only=True):
-    """The exchange worked and the step cannot be committed now; announced once until a step is."""
+    """The exchange worked, but its step cannot be committed yet; written once until a commit."""
 
     step: int  # committed steps of this group
-    participants: list[int]  # groups with gradients in that exchange
-    reason: str  # too few groups, or a joiner that the others wait for
+    participants: list[int]  # groups with gradients in the exchange
+    reason: str  # too few groups, or a joiner that asked the others to wait
     slots: list[int] | None = None  # groups that the step waits for
-    why: str | None = None  # why, as in `Waited`: "asked" or "too_few"
+    why: str | None = None  # reason as in `Waited`: "asked" or "too_few"
 
 
 class WaitingToEnd(RankEvent, kw_only=True):
-    """The group holds the final state and waits for groups that lack it, or were not heard of; once for each set."""
+    """The group holds the final state and waits for other groups; once for each set of groups."""
 
     step: int  # committed steps of this group
-    slots: list[int]  # groups that it waits for
-    seconds: float  # how long it waits at most
+    slots: list[int]  # groups that lack the final state, or were not heard of
+    seconds: float  # longest time to wait
 
 
 class EndedWithout(RankEvent, kw_only=True):
-    """The group ends, though some groups never came for the final state: `FINISH_SECONDS` passed."""
+    """The group ends although some groups did not fetch the final state within `FINISH_SECONDS`."""
 
     step: int  # committed steps of this group
-    slots: list[int]  # groups without which the job ends
-    seconds: float  # how long it waited for them
+    slots: list[int]  # the missing groups
+    seconds: float  # time that the group waited
 
 
 class GradientExcluded(RankEvent, kw_only=True):
     """Gradients that are not finite are left out of a step."""
 
-    step: int  # the step
-    slots: list[int]  # groups whose gradients they are
+    step: int  # number of the step
+    slots: list[int]  # groups whose gradients are left out
 
 
 class DigestMismatch(RankEvent, kw_only=True):
-    """The groups' states differ."""
+    """The states of the groups differ."""
 
     step: int  # committed steps
-    digests: dict[int, str]  # each group's digest of its state, hex
-    lineages: dict[int, str]  # each group's lineage
-    # groups whose state is not the one that the job goes on with; none in a tie, which ends the run
+    digests: dict[int, str]  # hash of each group's state, hex, by slot
+    lineages: dict[int, str]  # lineage of each group's state, by slot
+    # groups that must heal; empty in a tie, which ends the run
     minority: list[int]
 
 
 class Straggler(RankEvent, kw_only=True):
     """A group has become slower than `straggler.FACTOR` allows."""
 
-    slot: int  # the group
-    factor: float  # its own seconds of a step / the median of the others'
+    slot: int  # the slow group
+    factor: float  # its own seconds of a step / median of the other groups
     step: int  # committed steps
 
 
@@ -406,7 +416,7 @@ class StragglerRecovered(RankEvent, kw_only=True):
     """A straggler is as fast as the others again."""
 
     slot: int  # the group
-    factor: float  # its own seconds of a step / the median of the others'
+    factor: float  # its own seconds of a step / median of the other groups
     step: int  # committed steps
 
 
@@ -414,72 +424,72 @@ class StragglerRecovered(RankEvent, kw_only=True):
 
 
 class PeerSilent(RankEvent, kw_only=True):
-    """Members of an exchange do not heartbeat any more; it is broken off."""
+    """Members of an exchange send no heartbeats; the exchange is broken off."""
 
     slots: list[int]  # the silent groups
-    seconds: float  # of silence, at most
+    seconds: float  # longest time since a heartbeat
 
 
 class GroupLost(RankEvent, kw_only=True):
-    """Another group was not heard of for too long: its host is lost, it is frozen, or it is cut off.
+    """Another group was not heard of for too long: its host is lost, frozen or cut off.
 
-    Announced by rank 0 of the lowest group that lives and has taken part in a step, and again when the silence has
-    grown fourfold. A group that left in order, or never came, is not lost. Neither is a group that its agent restarts:
-    the agent's events, which the survivor does not read, have the last word.
+    Written by rank 0 of the lowest live group that has taken part in a step, and again when the
+    silence has grown fourfold. A group that left in order, or never came, is not lost. A group that
+    its agent restarts is not lost either; the events of that agent have the last word.
     """
 
-    slot: int  # the group that is lost
-    seconds: float  # since its last heartbeat
-    step: int  # committed steps of the group that announces it
-    last_step: int | None = None  # last step that the lost group took part in, where the survivor knows
+    slot: int  # the lost group
+    seconds: float  # time since its last heartbeat
+    step: int  # committed steps of the group that writes the event
+    last_step: int | None = None  # last step with the lost group, if known
 
 
 class GroupBack(RankEvent, kw_only=True):
-    """A group that was lost is heard of again; its own events say what it does."""
+    """A lost group is heard of again."""
 
     slot: int  # the group
-    seconds: float  # how long it was silent
-    step: int  # committed steps of the group that announces it
+    seconds: float  # duration of the silence
+    step: int  # committed steps of the group that writes the event
 
 
 class LeftOut(RankEvent, kw_only=True):
-    """Groups have gone on without this one, which was silent for a while; its exchange is broken off, it comes back."""
+    """This group was silent, and the others went on without it; it breaks off and comes back."""
 
-    members: list[int]  # groups that have gone on
+    members: list[int]  # groups that went on
 
 
 class LinkDead(RankEvent, kw_only=True):
-    """Groups live and cannot be reached from this one."""
+    """Groups are alive but cannot be reached from this one."""
 
-    slots: list[int]  # those groups
+    slots: list[int]  # the unreachable groups
 
 
 class Outside(RankEvent, kw_only=True):
-    """The others go on without this group, because it and some of them cannot reach each other; it keeps its state."""
+    """The others go on without this group, because a link is dead; this group keeps its state."""
 
     members: list[int]  # groups that go on
-    unreached: list[int]  # those of them that it cannot reach
+    unreached: list[int]  # members that this group cannot reach
 
 
 class LinkBack(RankEvent, kw_only=True):
     """A group that was outside comes back."""
 
-    slots: list[int]  # groups that can be reached again, or are gone
+    slots: list[int]  # groups that are reachable again, or have gone
 
 
 class LighthouseMoved(RankEvent, kw_only=True):
-    """The group has followed the lighthouse to another place, or to another process at the same one."""
+    """The group uses another lighthouse: a new address, or a new process at the same address."""
 
-    address: str  # where it is now, http://host:port
-    former: str  # where it was
-    job: str  # Slurm's id of its job; empty outside Slurm
+    address: str  # new address, http://host:port
+    former: str  # address before
+    job: str  # Slurm's id of the lighthouse's job; empty outside Slurm
 
 
 class ForeignMember(RankEvent, kw_only=True):
-    """The lighthouse names a member that is none of this job's groups, and it is left aside."""
+    """The lighthouse names a member that is no group of this job; it is ignored."""
 
     member: str  # its name at the lighthouse
-    reason: str  # what makes it a stranger
+    reason: str  # why it is no group of this job
 
 
 # Heals
@@ -488,75 +498,75 @@ class ForeignMember(RankEvent, kw_only=True):
 class HealStarted(RankEvent, kw_only=True):
     """The group begins to fetch the job's state."""
 
-    donor: int  # the group that it was sent to
-    donors: list[int] = []  # the groups that it fetches from, each a part
-    from_step: int  # step after which the state is that it fetches
-    step: int  # the same
+    donor: int  # first donor
+    donors: list[int] = []  # all donors; each sends a part
+    from_step: int  # step of the offered state
+    step: int  # equal to `from_step`
 
 
 class HealFinished(RankEvent, kw_only=True):
-    """The worker holds the job's state; the group contributes to the next step."""
+    """The worker holds the job's state; its group contributes to the next step."""
 
-    donor: int  # the group that it was sent to; others may have given parts of it
-    from_step: int  # step after which the fetched state is
-    step: int  # step after which the state is now
-    bytes: int  # fetched by this rank
-    seconds: float  # from the begin of the heal
-    fetch_seconds: float  # of that, until the state was there
-    replayed: int  # queued updates that were applied to it
+    donor: int  # first donor; other groups may have sent parts
+    from_step: int  # step of the fetched state
+    step: int  # step of the state after the replay
+    bytes: int  # bytes that this rank fetched
+    seconds: float  # duration of the heal
+    fetch_seconds: float  # part of `seconds` until the state had arrived
+    replayed: int  # queued updates that were applied to the fetched state
 
 
 class HealFailed(RankEvent, kw_only=True):
-    """A heal is given up; another donor is asked."""
+    """An attempt to heal is given up; the group asks another donor."""
 
-    donor: int  # the group that it should have come from
-    from_step: int  # step after which the state is
-    error: str  # why
+    donor: int  # first donor
+    from_step: int  # step of the offered state
+    error: str  # the error
 
 
 class DonorLost(RankEvent, kw_only=True):
-    """One of several donors gives nothing any more; the others give its part."""
+    """One of several donors sends nothing any more; the others send its part."""
 
-    donor: int  # the group
-    from_step: int  # step after which the state is
-    error: str  # why
+    donor: int  # the lost donor
+    from_step: int  # step of the offered state
+    error: str  # the error
 
 
 class CatchUpRenewed(RankEvent, kw_only=True):
-    """The group has queued as many updates as it may, and fetches a newer state: that is likely to be in time."""
+    """The queue of updates is full; the group gives up this fetch and fetches a newer state."""
 
-    donor: int  # the group that it has fetched from
-    from_step: int  # step after which the state is that it gives up
-    reason: str  # why its queue is full
+    donor: int  # donor of the state that is given up
+    from_step: int  # step of that state
+    reason: str  # why the queue is full
 
 
 class CatchUpWaiting(RankEvent, kw_only=True):
-    """The group can queue no more updates, or replays them more slowly than the others make new ones; they wait now."""
+    """The others wait: the joiner's queue is full, or it replays updates too slowly."""
 
-    donor: int  # the group that it fetches from
-    step: int  # step after which the state is that it will have
-    reason: str = ""  # why
+    donor: int  # donor
+    step: int  # step that the joiner's state will have
+    reason: str = ""  # why the others must wait
 
 
 class StateServed(RankEvent, kw_only=True):
-    """A donor's rank has served its state, or a part of it, to a joiner."""
+    """A donor's rank has sent its state, or a part of it, to a joiner."""
 
-    joiner: int  # the group
-    step: int  # step after which the state is
-    bytes: int  # that it gave
-    copy_seconds: float  # the copy of the state: so long training stood still at most, for no update can pass it
-    serve_seconds: float  # the transfer, beside training
+    joiner: int  # group of the joiner
+    step: int  # step of the state
+    bytes: int  # bytes that the rank sent
+    copy_seconds: float  # copy of the state to host memory, the longest possible pause of training
+    serve_seconds: float  # transfer, during which training goes on
 
 
 class RolledBack(RankEvent, kw_only=True):
-    """The latest state is lost with its groups; this group goes on from its own."""
+    """The latest state is lost with its groups; this group goes on from its own state."""
 
     step: int  # committed steps of this group
-    lost: int  # steps that are lost
+    lost: int  # number of lost steps
 
 
 class StartedAnew(RankEvent, kw_only=True):
-    """A group that was restarted begins with step 1, because nobody holds a state."""
+    """A restarted group begins with step 1, because no group holds a state."""
 
     step: int  # 0
 
@@ -567,96 +577,99 @@ class StartedAnew(RankEvent, kw_only=True):
 class CheckpointSaved(RankEvent, kw_only=True):
     """Rank 0 of the writing group: a checkpoint is complete."""
 
-    step: int  # torchtitan's step after which it is, as its folder is named; not the number of a round
-    seconds: float  # from its begin
-    model_only: bool = False  # training cannot go on from it (`checkpoint.last_save_model_only`)
+    step: int  # torchtitan's step, as in the folder's name; not the number of a round
+    seconds: float  # duration of the save
+    # true if training cannot go on from it (`checkpoint.last_save_model_only`)
+    model_only: bool = False
 
 
 class SavingBeforeLeaving(RankEvent, kw_only=True):
-    """Rank 0 of a group that leaves, and with it the job's state: the group saves that state first."""
+    """Rank 0 of the last group that holds the job's state: the group saves before it leaves."""
 
-    step: int  # torchtitan's step after which it is, as its folder is named; not the number of a round
-    seconds_left: float  # of `drain_timeout_seconds`; then the group ends, also in the midst of the save
-    longest_seconds: float | None = None  # what the longest save of this process took, if it has made one
+    step: int  # torchtitan's step, as in the folder's name; not the number of a round
+    # rest of `drain_timeout_seconds`; after this time the group ends, even during the save
+    seconds_left: float
+    longest_seconds: float | None = None  # longest save of this process; left out without one
 
     @property
     def shortage(self) -> str:
-        """Why the save may not be complete in time, and what to do; empty if it should be."""
+        """Why the save may not be complete in time, with a remedy; empty if time is sufficient."""
         if self.longest_seconds is None or self.longest_seconds <= self.seconds_left:
             return ""
         return (
-            f"{self.seconds_left:.1f} s are left, and a save took {self.longest_seconds:.1f} s; raise "
-            "fault_tolerance.drain_timeout_seconds, and the platform's own limit if that is shorter"
+            f"{self.seconds_left:.1f} s are left, and a save took {self.longest_seconds:.1f} s; "
+            "raise fault_tolerance.drain_timeout_seconds, and the platform's own limit if that is "
+            "shorter"
         )
 
 
 class CheckpointFailed(RankEvent, kw_only=True):
     """A checkpoint could not be written; the next due step tries again."""
 
-    step: int  # torchtitan's step after which it would be
-    error: str  # why
-    latest: int | None = None  # step of the latest complete checkpoint, 0 without any
+    step: int  # torchtitan's step of the checkpoint
+    error: str  # the error
+    latest: int | None = None  # step of the latest complete checkpoint; 0 = there is none
 
 
 class CheckpointWithdrawn(RankEvent, kw_only=True):
-    """Rank 0 of the writing group: a checkpoint of a state that turned out to be corrupt is removed."""
+    """Rank 0 of the writing group: a checkpoint is removed, because its state was corrupt."""
 
-    step: int  # torchtitan's step after which it was
+    step: int  # torchtitan's step of the checkpoint
 
 
 class CheckpointSkipped(RankEvent, kw_only=True):
-    """Rank 0: a damaged checkpoint is passed over for an older one, or for the one of load_step."""
+    """Rank 0: a damaged checkpoint is skipped; an older one, or that of load_step, is loaded."""
 
-    step: int  # torchtitan's step after which the damaged one is
-    reason: str  # what is wrong with it
+    step: int  # torchtitan's step of the damaged checkpoint
+    reason: str  # the damage
     instead: int  # step of the checkpoint that is loaded
 
 
 class CheckpointSetAside(RankEvent, kw_only=True):
-    """Rank 0 of the writing group: a checkpoint of another job is renamed, for this job went back before it."""
+    """Rank 0 of the writing group: the job went back before a checkpoint, which is now renamed."""
 
-    step: int  # torchtitan's step after which the checkpoint is that was saved just now
-    folder: str  # new name of the other one, in the folder of checkpoints
+    step: int  # torchtitan's step of the checkpoint that was just saved
+    folder: str  # new name of the outdated checkpoint, in the folder of checkpoints
 
 
 class CheckpointLoaded(RankEvent, kw_only=True):
     """The worker goes on from a checkpoint."""
 
-    step: int  # torchtitan's step after which it is, as its folder is named; not the number of a round
-    lineage: str  # names its state
+    step: int  # torchtitan's step, as in the folder's name; not the number of a round
+    lineage: str  # name of the loaded state
 
 
 class DataReset(RankEvent, kw_only=True):
-    """The data begins anew behind a checkpoint, so that batches may be trained again."""
+    """The data begins anew after a checkpoint, so batches may be trained again."""
 
-    step: int  # torchtitan's step after which the checkpoint is
+    step: int  # torchtitan's step of the checkpoint
     reason: str  # why its place in the data does not fit, or is not wanted
-    asked: bool = False  # the config asks for it (`checkpoint.exclude_from_loading`)
+    asked: bool = False  # true if `checkpoint.exclude_from_loading` asks for it
 
 
 # Agents
 
 
 class WorkerExited(GroupEvent, kw_only=True):
-    """A worker ended."""
+    """A worker has ended."""
 
     rank: int = -1
     worker_pid: int  # its process
-    reason: str  # in words
-    stopped: bool  # whether it ended because of another rank, or because the run was stopped
-    code: int | None = None  # its exit status, if it ended by itself
-    signal: str | None = None  # name of the signal that ended it, if one did
-    # the exception that ended it: its type and the first line of its message; with code 0: that it ended too early
+    reason: str  # cause in words
+    stopped: bool  # true if another rank's end, or a stop of the run, ended the worker
+    code: int | None = None  # exit status, if the worker exited
+    signal: str | None = None  # name of the signal, if one ended the worker
+    # type and first line of the exception; with code 0, that the worker ended too early
     error: str | None = None
-    error_kind: str | None = None  # the exception's type by itself, such as "ConfigError"
-    # true where the reason may go by itself (a network, a lighthouse, other groups), or a fault was injected into the
-    # attempt
+    error_kind: str | None = None  # type of the exception, such as "ConfigError"
+    # true if another attempt may succeed unchanged (network, lighthouse, other groups), or if a fault
+    # was injected into the attempt
     transient: bool | None = None
-    # file and line that raised the exception: of the user's code, else of the library nearest to it; a path below the
-    # working folder or the installed packages is given from there
+    # file and line that raised the exception, the user's code first; relative to the working
+    # folder or to the installed packages
     where: str | None = None
-    log: str | None = None  # path of its log, where it failed of itself
-    host: str | None = None  # name of its host, Slurm's where it has one
+    log: str | None = None  # path of the worker's log, if the worker failed by itself
+    host: str | None = None  # host name, Slurm's if there is one
 
     @property
     def severity(self) -> Severity:
@@ -664,74 +677,79 @@ class WorkerExited(GroupEvent, kw_only=True):
 
     @property
     def is_mistake(self) -> bool:
-        """Whether the worker found a mistake in its config."""
+        """True if the worker found a mistake in its config."""
         return self.code == 2 and self.error_kind == CONFIG_ERROR
 
     @property
     def cause(self) -> str | None:
-        """What ended the worker: a signal's name or an exit code; None where it ended well."""
+        """Name of the signal, or the exit code; None if the worker ended well."""
         if self.signal is None and self.code == 0 and self.error is None:
             return None
-        return self.signal or (None if self.code is None else f"exit code {self.code}")
+        if self.signal:
+            return self.signal
+        return None if self.code is None else f"exit code {self.code}"
 
 
 class HostLeft(GroupEvent, kw_only=True):
-    """So many workers have died on a host that the group leaves it, to be started elsewhere."""
+    """Many workers have died on a host; the group leaves it and is started elsewhere."""
 
-    host: str  # its name
-    deaths: int  # attempts of all groups that ended there by a worker's death, within the window
-    reason: str  # in words
+    host: str  # host name
+    deaths: int  # attempts of all groups that a worker's death ended there within the window
+    reason: str  # cause in words
 
 
 class AgentEnded(GroupEvent, kw_only=True):
     """The agent of a group died unexpectedly, or could not be started.
 
-    The launcher writes this event once the agent's workers have ended as well. `attempt` is the attempt that ended with
-    the agent. If the group is started again, the next agent writes `replica_restarted`, else `replica_gave_up` follows.
+    The launcher writes this event after the agent's workers have ended. `attempt` is the attempt
+    that ended with the agent. If the group is started again, its next agent writes
+    `replica_restarted`. Otherwise `replica_gave_up` follows.
     """
 
-    agent_pid: int | None  # its process; None if the agent could not be started
-    reason: str  # in words, such as "its agent was killed by SIGKILL"
-    restarts: bool  # whether the group is started again
-    code: int | None = None  # exit status of the agent, if it ended by itself
-    signal: str | None = None  # name of the signal that ended it, if one did
+    agent_pid: int | None  # process of the agent; None if the agent could not be started
+    reason: str  # cause in words, such as "its agent was killed by SIGKILL"
+    restarts: bool  # true if the group is started again
+    code: int | None = None  # exit status, if the agent exited
+    signal: str | None = None  # name of the signal, if one ended the agent
     log: str | None = None  # path of the agent's log
 
     @property
     def cause(self) -> str:
-        """The cause in short: "agent: SIGKILL", "agent: exit code 1" or "agent: not started"."""
+        """Short cause: "agent: SIGKILL", "agent: exit code 1" or "agent: not started"."""
         if self.signal:
             return f"agent: {self.signal}"
         return "agent: not started" if self.code is None else f"agent: exit code {self.code}"
 
 
 class ReplicaRestarted(GroupEvent, kw_only=True):
-    """A group is started again; `attempt` is the new one."""
+    """A group is started again; `attempt` is the new attempt."""
 
-    reason: str  # why its last attempt ended
-    standby: bool  # whether its workers had everything imported: forks
+    reason: str  # why the attempt before ended
+    standby: bool  # true if the workers are forks of a process that had imported everything
 
 
 class ReplicaGaveUp(GroupEvent, kw_only=True):
-    """A group is not started again. Announced by its agent, or by the launcher where that ended itself."""
+    """A group is not started again. Written by its agent, or by the launcher if the agent ended."""
 
-    rank: int | None = None  # the rank that failed first; left out where the group's agent ended
-    reason: str  # why its last attempt ended, and why there is no other
+    rank: int | None = None  # rank that failed first; left out if the agent ended
+    reason: str  # why the last attempt ended, and why no other follows
     log: str  # path of the log of that rank, else of the agent
-    error: str  # the exception that ended it; without one the line of the log that says why
-    error_kind: str | None = None  # the exception's type by itself; left out without one
-    # why, as a code: "config", "final", "crash loop", "network", "restarts" (none is left), "host" (it is suspected),
-    # "lost" (it was silent when all others had ended)
+    error: str  # the exception; without an exception the line of the log with the cause
+    error_kind: str | None = None  # type of the exception; left out without an exception
+    # cause as a code: "config", "final", "crash loop", "network", "restarts" (none is left), "host"
+    # (the host is suspected), "lost" (the group was silent when all others had ended)
     cause: str | None = None
 
     @property
     def mistake(self) -> str:
-        """The mistake in the config that ended the group, which only a worker could find; empty for other causes."""
-        return self.error.removeprefix(f"{CONFIG_ERROR}: ") if self.cause == "config" else ""
+        """The mistake in the config that ended the group; empty for other causes."""
+        if self.cause != "config":
+            return ""
+        return self.error.removeprefix(f"{CONFIG_ERROR}: ")
 
 
 class SpareTookOver(GroupEvent, kw_only=True):
-    """A spare group takes the place of one that is lost; `attempt` is its first."""
+    """A spare group replaces a lost group; `attempt` is its first attempt."""
 
 
 # The launcher
@@ -741,39 +759,43 @@ class LaunchStarted(LaunchEvent, kw_only=True):
     """A run is launched."""
 
     replicas: int  # replica groups
-    ranks_per_replica: int  # ranks of each
+    ranks_per_replica: int  # ranks of each group
     spares: int  # spare groups
     job_id: str  # name of the job at the lighthouse
-    config_file: str | None = None  # path of the job's TOML, as it was given
-    # fields that differ from the launch that it goes on from, by their full names; only with --resume, where
-    # --resume-with has named those that are not harmless
+    config_file: str | None = None  # path of the job's TOML, as given
+    # with --resume: fields that differ from the launch before, by full name; --resume-with has
+    # allowed those that are not harmless
     changed: dict[str, ChangedField] | None = None
 
     @property
     def allowed(self) -> list[str]:
-        """Return the changes of the arithmetic and of the data, in words."""
-        changed = (self.changed or {}).items()
-        return [change.describe(name) for name, change in changed if change.kind != "harmless"]
+        """The changes of the arithmetic and of the data, in words."""
+        changes = []
+        for name, change in (self.changed or {}).items():
+            if change.kind != "harmless":
+                changes.append(change.describe(name))
+        return changes
 
 
 class LaunchStopping(LaunchEvent, kw_only=True):
     """All groups are asked to leave."""
 
-    reason: str  # who asked: Ctrl-C, SIGTERM, or that its time is up
-    drain_seconds: float  # how long they may take
+    reason: str  # cause: Ctrl-C, SIGTERM, or a limit of time
+    drain_seconds: float  # time that the groups may take
 
 
 NOT_BEGUN = "it had not begun to train"
-"""Why a rank left at once: `Drained.reason`."""
+"""`Drained.reason` of a rank that left before it had begun to train."""
 
 
 class LaunchFinished(LaunchEvent, kw_only=True):
-    """The launcher ends, as its last event."""
+    """The launcher ends. This is its last event."""
 
-    code: int  # its exit status; 130 (Ctrl-C), 143 (SIGTERM), 129 (SIGHUP) where somebody stopped the run
-    reason: str  # in words
-    signal: str | None = None  # SIGINT (Ctrl-C), SIGTERM or SIGHUP, if that stopped the run: nothing has failed then
-    # true where the launch itself failed, as when no lighthouse could be kept, and none of its groups
+    code: int  # exit status; after a stop 130 (Ctrl-C), 143 (SIGTERM) or 129 (SIGHUP)
+    reason: str  # cause in words
+    # SIGINT (Ctrl-C), SIGTERM or SIGHUP if that signal stopped the run, which is no failure
+    signal: str | None = None
+    # true if the launch itself failed and no group did, for example without a lighthouse
     own_failure: bool | None = None
 
     @property
@@ -782,18 +804,18 @@ class LaunchFinished(LaunchEvent, kw_only=True):
 
 
 class LighthouseStarted(LaunchEvent, kw_only=True):
-    """A lighthouse is started, the first or another one."""
+    """A lighthouse is started: the first one, or a successor."""
 
     lighthouse_pid: int  # its process
     address: str  # http://host:port
 
 
 class LighthouseRestarted(LaunchEvent, kw_only=True):
-    """A lighthouse listens again in place of one that ended."""
+    """A new lighthouse listens in place of one that ended."""
 
-    reason: str  # how the last one ended
-    seconds: float  # without a lighthouse
-    address: str  # http://host:port, the same as before
+    reason: str  # how the lighthouse before ended
+    seconds: float  # time without a lighthouse
+    address: str  # http://host:port, unchanged
 
 
 # Chaos
@@ -802,60 +824,69 @@ class LighthouseRestarted(LaunchEvent, kw_only=True):
 class ChaosStarted(ChaosEvent, kw_only=True):
     """The schedule of a plan begins."""
 
-    seed: int  # what all that is random follows from
-    plan: str  # its name
-    schedule: str  # in words
+    seed: int  # seed of all random choices
+    plan: str  # name of the plan
+    schedule: str  # schedule in words
 
 
 class ChaosFinished(ChaosEvent, kw_only=True):
-    """Nothing more will be injected."""
+    """No more faults will be injected."""
 
-    injected: int  # faults that this plan has injected; a shot that kills a group to disturb its heal is two
-    skipped: int  # shots that hit nobody
+    # faults that this plan injected; a shot that kills a group to provoke a heal counts twice
+    injected: int
+    skipped: int  # shots that hit no target
 
 
 class FaultEvent(ChaosEvent, kw_only=True):
-    """Announced by a chaos runner, by a script, or, with replica, rank and attempt, by the chaos agent in a worker."""
+    """Written by a chaos runner, a script, or a worker's chaos agent (with rank and attempt)."""
 
-    fault: str  # its kind
-    target: Target | None  # whom it hits
+    fault: str  # name of the fault
+    target: Target | None  # target
 
 
 class FaultInjected(FaultEvent, kw_only=True):
-    """A target is about to be hit."""
+    """A fault is about to hit a target."""
 
-    fault: str  # its kind
-    target: Target  # whom it hits
-    seed: int | None  # of the shot; null where nothing about it is random
+    fault: str  # name of the fault
+    target: Target  # target
+    seed: int | None  # seed of the shot; null if nothing is random
     shot: int | None = None  # number of the shot in the plan; one shot may hit several groups
     params: dict[str, int | float | str] | None = None  # parameters of the fault
-    step: int | None = None  # committed steps of the group, where the agent knows
-    tensor: str | None = None  # name of the tensor of which a bit is flipped
-    element: list[int] | None = None  # its index in that tensor
-    bit: int | None = None  # which bit of it
-    bytes: int | None = None  # size of the message that is corrupted
+    step: int | None = None  # committed steps of the group, if known
+    tensor: str | None = None  # name of the tensor with the flipped bit
+    element: list[int] | None = None  # index of the element in the tensor
+    bit: int | None = None  # number of the bit in the element
+    bytes: int | None = None  # size of the corrupted message
 
 
 class FaultUndone(FaultEvent, kw_only=True):
-    """The fault in a target is undone, or its time is over."""
+    """A fault in a target has ended, or was undone."""
 
-    fault: str  # its kind
-    target: Target  # whom it hit
+    fault: str  # name of the fault
+    target: Target  # target
     shot: int  # number of the shot in the plan
 
 
 class FaultSkipped(FaultEvent, kw_only=True):
-    """A shot, or one target of it, is not injected."""
+    """A shot, or one target of a shot, is not injected."""
 
-    fault: str  # its kind
-    target: Target | None  # whom it should have hit; null where nobody was chosen
+    fault: str  # name of the fault
+    target: Target | None  # intended target; null if none was chosen
     shot: int  # number of the shot in the plan
     reason: str  # why
-    seed: int | None = None  # of the shot; only by an agent
+    seed: int | None = None  # seed of the shot; written by agents only
 
 
-ABSTRACT: tuple[type[Event], ...] = (Event, RankEvent, GroupEvent, LaunchEvent, ChaosEvent, LogEvent, FaultEvent)
-"""Nobody announces these; they are what the others are derived from."""
+ABSTRACT: tuple[type[Event], ...] = (
+    Event,
+    RankEvent,
+    GroupEvent,
+    LaunchEvent,
+    ChaosEvent,
+    LogEvent,
+    FaultEvent,
+)
+"""Base classes. No line has one of these names."""
 
 
 FAILURES: tuple[type[Event], ...] = (
@@ -866,13 +897,13 @@ FAILURES: tuple[type[Event], ...] = (
     Hung,
     ReplicaGaveUp,
 )
-"""Something failed that people should look at."""
+"""Events that always report a failure. Other classes decide by their fields: see `severity`."""
 
 
 def kinds(base: type[Event] = Event) -> Iterator[type[Event]]:
-    """Yield the classes of all events below a class, in the order in which they were defined.
+    """Yield all event classes below `base`, in the order of their definition.
 
-    A program with events of its own, such as a benchmark, derives their classes; they are read where they are imported.
+    A benchmark with events of its own derives classes. They count where they are imported.
     """
     for kind in base.__subclasses__():
         if kind not in ABSTRACT:
@@ -887,16 +918,17 @@ _HEAD = """\
 
 <!-- Made by `python -m titan_ft.run.events > docs/events.md`; edit titan_ft/run/events.py instead. -->
 
-Every process of a run appends what happens to a file of its own, `RUN_DIR/events/*.jsonl`: one JSON object a line. From
-64 MiB on a file NAME.jsonl is followed by NAME.2.jsonl, and so on. A line is written in one piece and at once, so that
-a process which is killed leaves whole lines, but for the last one at most.
-On a disk without room the events wait in memory, and are written in their order when there is room again. A file that
-is empty, or ends without a newline, is cut: its process had more to write, and may have been killed before it could.
-Names and meanings are a contract: new events and new fields may come, what is here stays. A reader skips what it does
-not know.
+Every process of a run appends its events to a file of its own, `RUN_DIR/events/*.jsonl`, one JSON object a line. After
+64 MiB the file NAME.jsonl continues as NAME.2.jsonl, and so on. Each line is written at once and in one piece. After a
+kill, at most the last line is incomplete.
 
-A field marked *optional* is in a line only when it has a value; `null` is written where that is said. A
-number that is not finite is `null`.
+On a full disk the events wait in memory. They are written in order when the disk has room again. A file that is empty,
+or has no newline at its end, is cut: its process had more events, and may have been killed before it could write them.
+
+Names and meanings are a contract. New events and fields may be added; existing ones stay. Readers skip unknown names.
+
+A field marked *optional* is in a line only if it has a value. Other fields are `null` without a value, where the text
+says so. A number that is not finite is `null`.
 
 Every line has:
 
@@ -907,22 +939,29 @@ def markdown() -> str:
     """Return docs/events.md.
 
     Raises:
-        ValueError: nothing says what a field means.
+        ValueError: a field has no comment.
     """
-    parts = [_HEAD, _table(("event", "str", "its name, as in the headings below"), *_rows(Event))]
-    for section in ABSTRACT[1:]:
-        own = [k for k in section.__subclasses__() if k.__module__ == Event.__module__ and k not in ABSTRACT]
-        parts.append(f"## {section.__name__}\n\n{_summary(section)}\n")
-        for kind in own:
-            fields = [row for row in _rows(kind) if row[0] not in Event.__struct_fields__]
+    event_row = ("event", "str", "name of the event, as in the headings below")
+    parts = [_HEAD, _table(event_row, *_rows(Event))]
+    for base in ABSTRACT[1:]:
+        parts.append(f"## {base.__name__}\n\n{_summary(base)}\n")
+        for kind in base.__subclasses__():
+            # Programs and tests derive events of their own, which the document must not list.
+            if kind in ABSTRACT or kind.__module__ != Event.__module__:
+                continue
             parts.append(f"### `{_snake(kind.__name__)}`\n\n{_summary(kind)}\n")
-            parts += [_table(*fields)] if fields else []
-    for part in (Batches, ChangedField, Setup, Target, Waited, WorkerConfig):
-        parts.append(f"## {part.__name__}\n\n{_summary(part)}\n\n{_table(*_rows(part))}")
+            fields = [row for row in _rows(kind) if row[0] not in Event.__struct_fields__]
+            if fields:
+                parts.append(_table(*fields))
+    parts += [
+        f"## {part.__name__}\n\n{_summary(part)}\n\n{_table(*_rows(part))}"
+        for part in (Batches, ChangedField, Setup, Target, Waited, WorkerConfig)
+    ]
     return "\n".join(parts)
 
 
 _FIELD = re.compile(r"((?:^ +# .*\n)*)^ +(\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
+"""A field in the source of a class: comment above, name, comment beside."""
 
 
 def _summary(kind: type) -> str:
@@ -930,33 +969,47 @@ def _summary(kind: type) -> str:
     return " ".join(inspect.cleandoc(kind.__doc__ or "").split())
 
 
-def _rows(kind: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
-    """Return name, type and meaning of a class's fields, in their order; the meaning is the comment beside or above."""
+def _meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the comments of a class's fields, inherited ones included, by name."""
     meanings: dict[str, str] = {}
     for base in kind.__mro__[: kind.__mro__.index(msgspec.Struct)]:
         for above, name, beside in _FIELD.findall(inspect.getsource(base)):
-            if meaning := beside or " ".join(above.replace("#", "").split()):
+            meaning = beside or " ".join(above.replace("#", "").split())
+            if meaning:
                 meanings.setdefault(name, meaning)
-    required = {field.name for field in msgspec.structs.fields(kind) if field.required}
+    return meanings
+
+
+def _type_name(kind: type[msgspec.Struct], field: str, required: bool) -> str:
+    """Return the annotated type of a field as the document shows it."""
+    annotated = next(base.__annotations__[field] for base in kind.__mro__ if field in base.__annotations__)
+    name = str(annotated)
+    if not required and name.endswith(" | None"):
+        name = f"{name.removesuffix(' | None')}, *optional*"
+    return name.replace("None", "null").replace("|", "\\|")
+
+
+def _rows(kind: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
+    """Return name, type and meaning of each field."""
+    meanings = _meanings(kind)
     rows = []
-    for name in kind.__struct_fields__:
-        if name not in meanings:
-            raise ValueError(f"{kind.__name__}.{name} needs a comment that says what it means")
-        form = str(next(base.__annotations__[name] for base in kind.__mro__ if name in base.__annotations__))
-        if name not in required and form.endswith(" | None"):
-            form = f"{form.removesuffix(' | None')}, *optional*"
-        rows.append((name, form.replace("None", "null").replace("|", "\\|"), f"{meanings[name]}."))
+    for field in msgspec.structs.fields(kind):
+        if field.name not in meanings:
+            raise ValueError(f"{kind.__name__}.{field.name} needs a comment that says what it means")
+        type_name = _type_name(kind, field.name, field.required)
+        rows.append((field.name, type_name, f"{meanings[field.name]}."))
     return rows
 
 
 def _table(*rows: tuple[str, str, str]) -> str:
     lines = ["| field | type | meaning |", "| --- | --- | --- |"]
-    lines += [f"| `{name}` | {form} | {meaning} |" for name, form, meaning in rows]
+    for name, type_name, meaning in rows:
+        lines.append(f"| `{name}` | {type_name} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    # By its own name: as __main__ this module has classes of its own.
+    # Import the module by name: the classes of __main__ are others than those of this module.
     from titan_ft.run import events
 
     print(events.markdown(), end="")
