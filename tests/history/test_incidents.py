@@ -21,13 +21,13 @@ from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
 from titan_ft.history.timing.goodput import goodput
 from titan_ft.history.timing.incidents import (
-    Cause,
     Incident,
-    Made,
+    StallCause,
+    TimedCommit,
+    attribute_stalls,
     find_drains,
     find_failures,
     find_incidents,
-    survivors_stalls,
 )
 from titan_ft.run.events import Event, StepCommitted
 
@@ -308,28 +308,28 @@ def test_two_groups_of_one_shot_are_two_failures() -> None:
 @pytest.mark.parametrize(
     ("causes", "expected"),
     [
-        ([Cause(2.5, 2.6, {1})], [4.0]),
-        ([Cause(2.5, 2.6, {0})], [None]),
-        ([Cause(0.5, 0.5, {1})], [None]),
-        ([Cause(1.5, 1.5, {1})], [0.0]),
-        ([Cause(1.5, 2.0, {1})], [4.0]),
-        ([Cause(1.5, 2.0, {1}), Cause(2.5, 2.5, {1})], [0.0, 4.0]),
-        ([Cause(4.0, 4.0, {1})], [4.0]),
-        ([Cause(4.0, 4.0, {1}), Cause(5.0, 5.0, set())], [4.0, 0.0]),
-        ([Cause(8.5, 9.0, {1})], [0.0]),
-        ([Cause(9.5, 9.9, {1})], [None]),
+        ([StallCause(2.5, 2.6, {1})], [4.0]),
+        ([StallCause(2.5, 2.6, {0})], [None]),
+        ([StallCause(0.5, 0.5, {1})], [None]),
+        ([StallCause(1.5, 1.5, {1})], [0.0]),
+        ([StallCause(1.5, 2.0, {1})], [4.0]),
+        ([StallCause(1.5, 2.0, {1}), StallCause(2.5, 2.5, {1})], [0.0, 4.0]),
+        ([StallCause(4.0, 4.0, {1})], [4.0]),
+        ([StallCause(4.0, 4.0, {1}), StallCause(5.0, 5.0, set())], [4.0, 0.0]),
+        ([StallCause(8.5, 9.0, {1})], [0.0]),
+        ([StallCause(9.5, 9.9, {1})], [None]),
     ],
 )
-def test_stalls_of_plain_numbers(causes: list[Cause], expected: list[float | None]) -> None:
+def test_stalls_of_plain_numbers(causes: list[StallCause], expected: list[float | None]) -> None:
     """One group commits at 1, 2, 7, 8 and 9; a usual step takes 1."""
-    commits = {0: [Made(time, 0) for time in (1.0, 2.0, 7.0, 8.0, 9.0)], 1: [Made(1.0, 0)]}
-    assert survivors_stalls(causes, commits, 1.0) == expected
+    commits = {0: [TimedCommit(time, 0) for time in (1.0, 2.0, 7.0, 8.0, 9.0)], 1: [TimedCommit(1.0, 0)]}
+    assert attribute_stalls(causes, commits, 1.0) == expected
 
 
 def test_gap_of_a_group_that_was_restarted_is_no_stall() -> None:
     """Between two attempts of a group nobody waited: it was away."""
-    made = [Made(1.0, 0), Made(2.0, 0), Made(9.0, 1), Made(10.0, 1)]
-    assert survivors_stalls([Cause(2.5, 3.0, {1})], {0: made}, 1.0) == [None]
+    made = [TimedCommit(1.0, 0), TimedCommit(2.0, 0), TimedCommit(9.0, 1), TimedCommit(10.0, 1)]
+    assert attribute_stalls([StallCause(2.5, 3.0, {1})], {0: made}, 1.0) == [None]
 
 
 def test_incidents_are_json() -> None:

@@ -19,7 +19,7 @@ from statistics import fmean
 
 from titan_ft.forecast.lengths import Fit, Samples, fit_weibull
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.timing.incidents import Failure, find_failures
+from titan_ft.history.timing.incidents import RecordedFailure, find_failures
 from titan_ft.run.events import StepCommitted
 
 
@@ -239,7 +239,7 @@ def _look(record: RunRecord, found: _Found, until: float | None) -> None:
     found.seconds += end - first
 
 
-def _steps_of(commits: Sequence[StepCommitted], failures: Sequence[Failure], size: int) -> list[_Step]:
+def _steps_of(commits: Sequence[StepCommitted], failures: Sequence[RecordedFailure], size: int) -> list[_Step]:
     """Return the steps between commits that follow each other."""
     steps = []
     for before, after in pairwise(commits):
@@ -253,7 +253,7 @@ def _steps_of(commits: Sequence[StepCommitted], failures: Sequence[Failure], siz
 
 
 def _look_at_return(
-    failure: Failure, failures: Sequence[Failure], ends: Sequence[float], end: float, found: _Found
+    failure: RecordedFailure, failures: Sequence[RecordedFailure], ends: Sequence[float], end: float, found: _Found
 ) -> None:
     """Add how long a group was away until it could join: half a step before its first step began.
 

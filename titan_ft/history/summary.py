@@ -24,7 +24,15 @@ from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.rounds import Rounds, find_rounds
 from titan_ft.history.terminal import grid, headline
 from titan_ft.history.timing.goodput import count_exchanges, count_wire_bytes, effective_training_time
-from titan_ft.history.timing.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
+from titan_ft.history.timing.incidents import (
+    RecordedDrain,
+    RecordedFailure,
+    RecordedHeal,
+    count_faults,
+    find_drains,
+    find_failures,
+    find_heals,
+)
 from titan_ft.history.timing.rework import Rework, find_rework
 from titan_ft.run.events import (
     CheckpointFailed,
@@ -108,14 +116,14 @@ class RunSummary:
     """The saves that failed, each with its reason, in order of time."""
     num_faults: int = 0
     """Injected faults, see `titan_ft.history.fold.faults.InjectedFaults`."""
-    drains: list[Drain] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    drains: list[RecordedDrain] = field(default_factory=list)
+    failures: list[RecordedFailure] = field(default_factory=list)
     """See `titan_ft.history.fold.run`."""
     crashes: list[Crash] = field(default_factory=list)
     """The exceptions that ended groups, each once."""
     hosts: list[HostFigures] = field(default_factory=list)
     """What ran on each host, and how often it died there; those with the most deaths first."""
-    heals: list[Heal] = field(default_factory=list)
+    heals: list[RecordedHeal] = field(default_factory=list)
     """All transfers of state that were received, those at the start of the run included."""
     transfers: list[Transfer] = field(default_factory=list)
     """All transfers of state that were served."""
@@ -320,11 +328,11 @@ def describe_sent(summary: RunSummary) -> str:
     return f"{total / 1e6:.1f} MB{each}"
 
 
-def _name(end: Failure | Drain) -> str:
+def _name(end: RecordedFailure | RecordedDrain) -> str:
     return "all groups" if end.replica is None else f"group {end.replica}, attempt {end.attempt}"
 
 
-def _describe(failure: Failure) -> str:
+def _describe(failure: RecordedFailure) -> str:
     """Return one failure in words."""
     # The exceptions have lines of their own, whole.
     cause = shorten(failure.cause, MAX_CAUSE_CHARACTERS, placeholder=" ...")

@@ -1,23 +1,34 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Incidents of a run, and what each cost: the one definition of a stall and of its price.
+"""Incidents of a run, and the price of each: the one definition of a stall.
 
-An *incident* is a fault that was injected (one shot that hits several groups is one), a failure that no fault
-explains, or a group's leaving because it was asked to. What a *failure* is says `titan_ft.history.fold.run`, for every
-view of a run; an incident has none, one or several: a fault that only slows a rank down has none, one shot that kills
-two groups has two. An incident *begins* with the fault; without one, with the last event of
-the worker that fell silent first, or with the event in which the group says that it leaves. It *reaches* until it is
-over for the others: until the end of its groups is noticed, until the last step that still has their gradients, until
-the fault is undone, or until a lighthouse listens again.
+An *incident* is an injected fault, a failure that no fault explains, or a group that left because
+somebody asked. One shot that hits several groups is one fault. `titan_ft.history.fold.run` defines a
+*failure* for every view of a run. An incident has any number of failures: a fault that only slows a
+rank has none, and one shot that kills two groups has two.
 
-A *stall* is the time by which a commit of a group came later than one usual step (`RunRecord.usual_step_us`) after the
-commit before it, of the same attempt. Each stall counts once: for the last incident that had begun when the commit was
-due and whose reach had not ended at the commit before it, else for the first that began while the commit was late. It
-never counts for an incident that hit the group itself. The *stall of an incident* is the longest one that counts for
-it: what the survivor hit hardest waited. It is 0 where nobody waited, and unknown where no other group committed
-before and after its begin. A round of several steps is the work of many, and its length varies by more than a failure
-costs: where the group's own computing for it took longer than usual, that much later is no stall. What happens later,
-while its group starts and heals, is no stall of the incident; `titan_ft.history.timing.goodput` counts it all the same.
+An incident *begins* with the fault. Without a fault it begins with the last event of the worker that
+fell silent first, or with the event in which the group announces that it leaves. It *reaches* until
+the other groups no longer feel it: until they notice the end of its groups, until the last step that
+still has the gradients of these groups, until the fault is undone, or until a lighthouse listens again.
+
+A *stall* belongs to one commit of a group. The commit is *due* one usual step
+(`RunRecord.usual_step_us`) after the commit before it in the same attempt. The stall is the time by
+which the commit came late. Each stall counts for one incident:
+
+1. the latest incident that began before the commit was due and reached the commit before it;
+2. if there is none, the first incident that began while the commit was late;
+3. if there is none, no incident.
+
+A stall never counts for an incident that hit the group itself. The *stall of an incident* is its
+longest one: the wait of the survivor that it hit hardest. It is 0 if no group waited. It is unknown if
+no other group committed both before and after its begin.
+
+A round of several steps varies in length by more than a failure costs. If the group itself computed
+longer than usual for a round, the round is due later by that much.
+
+The time in which a group starts and heals again is no stall; `titan_ft.history.timing.goodput` counts
+it. The report, the forecast and the benchmarks read this module. See docs/observing.md, "The history".
 """
 
 from __future__ import annotations
@@ -34,26 +45,36 @@ from titan_ft.history.fold.faults import RecordedFault
 from titan_ft.history.fold.group import FailureSpan
 from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.record.usual_steps import UsualSteps
-from titan_ft.run.events import DigestMismatch, Event, HealFinished, LinkDead, PeerSilent, StepCommitted
+from titan_ft.run.events import (
+    DigestMismatch,
+    Event,
+    HealFinished,
+    LinkDead,
+    PeerSilent,
+    StepCommitted,
+)
 
 Commits = Mapping[int, Sequence[StepCommitted]]
-"""Those of each group, in order of time."""
+"""The commits of each group, in order of time."""
 EFFECT_SECONDS = 60.0
-"""So long after a fault is over, its group may drop out because of it: a corrupt state shows at the next digest."""
+"""For this long after the end of a fault, a dropout of its group counts as its consequence.
+
+A corrupt state, for example, shows only at the next digest.
+"""
 BREAK_SECONDS = 15.0
-"""So long after a fault is over, an exchange may break because of it."""
+"""For this long after the end of a fault, a broken exchange counts as its consequence."""
 CLOCK_SECONDS = 1.0
-"""What the clocks of two hosts may differ by."""
+"""The clocks of two hosts may differ by this much."""
 
 
 @dataclass(frozen=True)
-class Heal:
-    """One transfer of state to a group; all its ranks together."""
+class RecordedHeal:
+    """One transfer of state to a group; the figures of all its ranks together."""
 
     replica: int
     attempt: int
     time: float
-    """Unix seconds at which the last rank was done."""
+    """Unix seconds at which the last rank finished."""
     donor: int
     from_step: int
     num_bytes: int
@@ -61,95 +82,106 @@ class Heal:
     seconds: float
     """Seconds of the slowest rank."""
     fetch_seconds: float
-    """Seconds of the slowest fetch: the rest is loading and replay."""
+    """Seconds of the slowest fetch; the rest of `seconds` is loading and replay."""
     replayed: int
-    """Queued updates applied."""
+    """Number of queued updates that were applied."""
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A failure, see `titan_ft.history.fold.run`, and what it cost."""
+class RecordedFailure:
+    """A failure (see `titan_ft.history.fold.run`) and its price."""
 
     replica: int | None
-    """None where an exchange broke and all groups were in its repetition."""
+    """None if an exchange broke and all groups took part in its repetition."""
     attempt: int
     time: float
-    """Unix seconds of the injected fault that caused it, or else at which it was noted."""
+    """Unix seconds of the injected fault that caused it; without a fault, of its first notice."""
     cause: str
-    """What ended the group: the exception, the signal or the exit code; of one that lived, the name of its incident."""
+    """The exception, the signal or the exit code; for a group that lived, the name of the incident."""
     stall_seconds: float | None
-    """The stall of its incident."""
+    """The stall of the incident."""
     rejoin_seconds: float | None
-    """Seconds until the group contributed to a step again; None if it did not, or was never away."""
-    heal: Heal | None
-    """The last transfer of state before that step; None if the group did not contribute again, or healed nothing."""
+    """Seconds until the group contributed again; None if it never did, or was never away."""
+    heal: RecordedHeal | None
+    """The last transfer of state before that contribution; None if there was none."""
     away: bool = True
-    """Whether the group was away; else an exchange broke and was repeated."""
+    """False if an exchange broke and was repeated without any group missing."""
     died: bool = False
-    """Whether a worker of the group, or its agent, ended by itself."""
+    """True if a worker of the group, or its agent, ended without being asked to."""
 
 
 @dataclass(frozen=True)
-class Drain:
-    """One group's attempt that left because it was asked to."""
+class RecordedDrain:
+    """One attempt of a group that left because somebody asked."""
 
     replica: int
     attempt: int
     time: float
-    """Unix seconds at which its first rank reported it."""
+    """Unix seconds at which its first rank announced it."""
     in_order: bool
-    """Whether it finished its step first."""
+    """True if it finished its step first."""
     stall_seconds: float | None
-    """The stall of its incident."""
+    """The stall of the incident."""
 
 
 @dataclass(frozen=True)
 class Incident:
-    """A fault, or a failure or a group's leaving that no fault explains, and what it cost."""
+    """A fault, a failure or a group that left, and its price. See the head of this module."""
 
     time: float
-    """Unix seconds of the fault; of the agent's event, or of the group's own, where no fault is known."""
+    """Unix seconds of the fault; without a fault, of the event that announced the end."""
     fault: str
-    """The fault's name; where none was injected what ended the group (SIGKILL, an exception, drained), or what was seen
-    of one that lived (silent, out of reach)."""
+    """The name of the fault.
+
+    Without a fault: the end of the group (SIGKILL, an exception, drained), or the observation about
+    a group that lived (silent, out of reach).
+    """
     injected: bool
     replicas: tuple[int, ...]
-    """The groups it hit; empty for the lighthouse and for a fault that hit none."""
+    """The groups that it hit; empty for the lighthouse and for a fault that hit no group."""
     rank: int | None
     shot: int | None
     ended: bool
-    """Whether a group's attempt ended of it."""
+    """True if it ended an attempt of a group."""
     stall_seconds: float | None
-    """Its stall; see this module."""
     rejoin_seconds: float | None
-    """Until all the groups that were away contributed to a step again; None if one never did, or none was away."""
-    heal: Heal | None
-    """The last transfer of state to one of the groups before that; None without."""
-    failures: tuple[Failure, ...] = ()
-    drains: tuple[Drain, ...] = ()
+    """Seconds until the last of the groups that were away contributed again.
+
+    None if one of them never did, or if no group was away.
+    """
+    heal: RecordedHeal | None
+    """The last transfer of state to one of the groups within that time; None if there was none."""
+    failures: tuple[RecordedFailure, ...] = ()
+    drains: tuple[RecordedDrain, ...] = ()
     lighthouse: bool = False
-    """Whether the fault hit the lighthouse."""
+    """True if the fault hit the lighthouse."""
     category: str | None = None
-    """That of the fault, or of what was seen (`titan_ft.faults.fault.Category`); None if it has none."""
+    """The category (`titan_ft.faults.fault.Category`) of the fault or of the observation, if any."""
 
     @property
     def is_listed(self) -> bool:
-        """Whether it is a fault or a failure, and not only a group that left because it was asked to."""
+        """True for faults and failures; False if groups only left because somebody asked."""
         return self.injected or bool(self.failures)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values for JSON, without its failures and drains: these have lists of their own."""
-        return {name: value for name, value in asdict(self).items() if name not in ("failures", "drains")}
+        """Return the incident as plain values for JSON.
+
+        Its failures and drains are left out: the report has lists of their own for them.
+        """
+        values = asdict(self)
+        del values["failures"]
+        del values["drains"]
+        return values
 
 
 @dataclass
-class Cause:
-    """What may stall the groups that it did not hit; times in one unit, whichever it is.
+class StallCause:
+    """Something that may stall the groups that it did not hit.
 
     Attributes:
-        begin: when it began.
-        reach: until when a stall may begin that it caused.
-        groups: those that it hit.
+        begin: its begin.
+        reach: stalls that begin later are not its consequence.
+        groups: the groups that it hit.
     """
 
     begin: float
@@ -157,127 +189,183 @@ class Cause:
     groups: set[int]
 
 
-class Made(NamedTuple):
-    """A commit of a group.
+class TimedCommit(NamedTuple):
+    """The time of a commit of a group.
 
     Attributes:
-        longer: by how much its own computing made it longer than the usual step; only of rounds of several steps.
+        excess: the time by which the group itself computed longer than a usual step takes; 0 unless
+            a commit is a round of several steps.
     """
 
     time: float
     attempt: int
-    longer: float = 0.0
+    excess: float = 0.0
 
 
-def survivors_stalls(
-    causes: Sequence[Cause], commits: Mapping[int, Sequence[Made]], usual: float
+def attribute_stalls(
+    causes: Sequence[StallCause],
+    commits: Mapping[int, Sequence[TimedCommit]],
+    usual: float,
 ) -> list[float | None]:
-    """Return the stall of each cause, as this module defines it.
+    """Return the stall of each cause by the rules at the head of this module.
 
     Args:
         causes: in the order of their begins.
-        commits: those of each group, in order of time.
-        usual: the usual step; all in the same unit of time.
+        commits: the commits of each group, in order of time.
+        usual: the length of a usual step. All times must have the same unit.
     """
     begins = [cause.begin for cause in causes]
     stalls: list[float | None] = [None] * len(causes)
     for group, made in commits.items():
         times = [commit.time for commit in made]
         for place, cause in enumerate(causes):
-            if group not in cause.groups and _witnessed(made, times, cause):
+            if group not in cause.groups and _is_witness(made, times, cause):
                 stalls[place] = stalls[place] or 0.0
-        for (before, attempt, _), (after, same, longer) in pairwise(made):
-            due = before + usual + longer
-            if after <= due or attempt != same:
+        for before, after in pairwise(made):
+            if before.attempt != after.attempt:
                 continue
-            begun = bisect_right(begins, due)
-            earlier = (place for place in range(begun - 1, -1, -1) if causes[place].reach >= before)
-            place = next(earlier, begun if begun < bisect_left(begins, after) else -1)
-            if place >= 0 and group not in causes[place].groups:
-                stalls[place] = max(stalls[place] or 0.0, after - due)
+            due = before.time + usual + after.excess
+            if after.time <= due:
+                continue
+            responsible = _find_responsible(causes, begins, before.time, due, after.time)
+            if responsible is None or group in causes[responsible].groups:
+                continue
+            longest = stalls[responsible] or 0.0
+            stalls[responsible] = max(longest, after.time - due)
     return stalls
 
 
-def _witnessed(made: Sequence[Made], times: Sequence[float], cause: Cause) -> bool:
-    """Tell whether an attempt of a group committed before the cause's end and again after its begin."""
-    around = made[max(0, bisect_right(times, cause.begin) - 1) : bisect_right(times, cause.reach) + 1]
-    return any(before.attempt == after.attempt for before, after in pairwise(around))
+def _find_responsible(
+    causes: Sequence[StallCause],
+    begins: Sequence[float],
+    before: float,
+    due: float,
+    after: float,
+) -> int | None:
+    """Return the index of the cause of one stall; None if no cause explains it.
+
+    Args:
+        begins: the begin of each cause, in order.
+        before: time of the commit before the late one.
+        due: time at which the late commit was due.
+        after: time of the late commit.
+    """
+    num_begun = bisect_right(begins, due)
+    for place in range(num_begun - 1, -1, -1):
+        if causes[place].reach >= before:
+            return place
+    num_begun_at_commit = bisect_left(begins, after)
+    if num_begun < num_begun_at_commit:
+        return num_begun
+    return None
+
+
+def _is_witness(made: Sequence[TimedCommit], times: Sequence[float], cause: StallCause) -> bool:
+    """Return whether one attempt of a group committed before the cause's end and after its begin.
+
+    Args:
+        times: the times of `made`.
+    """
+    first = max(0, bisect_right(times, cause.begin) - 1)
+    end = bisect_right(times, cause.reach) + 1
+    pairs = pairwise(made[first:end])
+    return any(before.attempt == after.attempt for before, after in pairs)
 
 
 @dataclass
-class _Open(Cause):
-    """An incident of which it is still to be found out what it cost; times in Unix microseconds."""
+class _IncidentDraft(StallCause):
+    """An incident whose price is not known yet; times in Unix microseconds."""
 
     time_us: int
     name: str
     category: str | None
     fault: RecordedFault | None = None
     ended: list[Attempt] = field(default_factory=list)
-    """The attempts that ended of it."""
-    dropped: list[FailureSpan] = field(default_factory=list)
-    """The failures of it in which no attempt ended."""
+    """The attempts that it ended."""
+    dropouts: list[FailureSpan] = field(default_factory=list)
+    """Its failures in which no attempt ended."""
+
+    @property
+    def seconds(self) -> float:
+        """Its time in Unix seconds."""
+        return self.time_us / 1e6
 
 
 @view
 def find_incidents(record: RunRecord) -> list[Incident]:
     """Return the incidents of a run in order of time."""
-    found = sorted(_open_incidents(record), key=lambda one: one.begin)
+    drafts = _draft_incidents(record)
+    drafts.sort(key=lambda draft: draft.begin)
     commits = record.commits_by_group
-    for one in found:
-        one.reach = max(one.reach, _last_with_their_gradients(one, record, commits))
-    stalls = survivors_stalls(found, _all_made(record), record.usual_step_us)
+    for draft in drafts:
+        draft.reach = max(draft.reach, _find_last_shared_commit(draft, record, commits))
+    stalls_us = attribute_stalls(drafts, _time_commits(record), record.usual_step_us)
     heals = find_heals(record)
-    described = [
-        _describe(one, commits, heals, None if stall is None else stall / 1e6, record.fold.failures)
-        for one, stall in zip(found, stalls, strict=True)
-    ]
-    return sorted(described, key=lambda incident: incident.time)
+    incidents = []
+    for draft, stall_us in zip(drafts, stalls_us, strict=True):
+        stall_seconds = None if stall_us is None else stall_us / 1e6
+        incidents.append(_price(draft, commits, heals, stall_seconds, record.fold.failures))
+    return sorted(incidents, key=lambda incident: incident.time)
 
 
-def _all_made(record: RunRecord) -> dict[int, list[Made]]:
-    """Return the commits of each group in order of time; the last one of usual steps in a row stands for all."""
-    found: dict[int, list[Made]] = defaultdict(list)
+def _time_commits(record: RunRecord) -> dict[int, list[TimedCommit]]:
+    """Return the times of each group's commits, in order of time.
+
+    Usual steps in a row have one entry, the time of the last.
+    """
+    found: dict[int, list[TimedCommit]] = defaultdict(list)
     for replica, commits in record.commits_by_group.items():
-        found[replica] = [_made(event, record) for event in commits]
+        for commit in commits:
+            timed = TimedCommit(commit.time_us, commit.attempt, _excess_us(commit, record))
+            found[replica].append(timed)
     for usual in record.of(UsualSteps):
         if usual.rank == 0:
-            # None of the steps was late, so neither is the last one after the commit before the first one.
-            found[usual.replica].append(Made(usual.time_us, usual.attempt, float("inf")))
-    return {replica: sorted(made) for replica, made in found.items()}
+            # No usual step was late. Without the infinite excess, the many steps since the last
+            # entry would look like one long stall.
+            timed = TimedCommit(usual.time_us, usual.attempt, excess=float("inf"))
+            found[usual.replica].append(timed)
+    return {replica: sorted(commits) for replica, commits in found.items()}
 
 
-def _made(event: StepCommitted, record: RunRecord) -> Made:
-    longer = 0.0
-    if record.unit.steps > 1:
-        own = event.compute_seconds + event.apply_seconds + record.usual_rest_seconds
-        longer = max(0.0, 1e6 * own - record.usual_step_us)
-    return Made(event.time_us, event.attempt, longer)
+def _excess_us(commit: StepCommitted, record: RunRecord) -> float:
+    """Return the microseconds by which a group computed longer than usual for a round."""
+    if record.unit.steps == 1:
+        return 0.0
+    own_seconds = commit.compute_seconds + commit.apply_seconds + record.usual_rest_seconds
+    return max(0.0, 1e6 * own_seconds - record.usual_step_us)
 
 
 def count_faults(record: RunRecord) -> dict[str, int]:
-    """Return how many faults of each kind were injected, as `InjectedFaults` counts them, the most frequent first."""
-    kinds = Counter(sorted(one.fault for one in find_incidents(record) if one.injected))
-    return dict(kinds.most_common())
+    """Return the number of injected faults of each kind, the most frequent first."""
+    kinds = [incident.fault for incident in find_incidents(record) if incident.injected]
+    return dict(Counter(sorted(kinds)).most_common())
 
 
-def find_failures(record: RunRecord) -> list[Failure]:
-    """Return the failures of a run in order of time: the one list that every figure about failures is taken from."""
-    return sorted((f for one in find_incidents(record) for f in one.failures), key=lambda failure: failure.time)
+def find_failures(record: RunRecord) -> list[RecordedFailure]:
+    """Return the failures of a run in order of time; all figures about failures use this list."""
+    failures: list[RecordedFailure] = []
+    for incident in find_incidents(record):
+        failures += incident.failures
+    return sorted(failures, key=lambda failure: failure.time)
 
 
-def find_drains(record: RunRecord) -> list[Drain]:
-    """Return the attempts that left because they were asked to, in order of time."""
-    return sorted((drain for one in find_incidents(record) for drain in one.drains), key=lambda drain: drain.time)
+def find_drains(record: RunRecord) -> list[RecordedDrain]:
+    """Return the attempts that left because somebody asked, in order of time."""
+    drains: list[RecordedDrain] = []
+    for incident in find_incidents(record):
+        drains += incident.drains
+    return sorted(drains, key=lambda drain: drain.time)
 
 
 @view
-def find_heals(record: RunRecord) -> list[Heal]:
-    """Return the transfers of state to groups, the ranks of a group together, in order of time."""
-    ranks: dict[tuple[int, int, int], list[HealFinished]] = defaultdict(list)
+def find_heals(record: RunRecord) -> list[RecordedHeal]:
+    """Return the transfers of state to groups in order of time, one for all ranks of a group."""
+    events_of: dict[tuple[int, int, int], list[HealFinished]] = defaultdict(list)
     for event in record.of(HealFinished):
-        ranks[event.replica, event.attempt, event.from_step].append(event)
-    heals = [
-        Heal(
+        events_of[event.replica, event.attempt, event.from_step].append(event)
+    heals = []
+    for (replica, attempt, step), events in events_of.items():
+        heal = RecordedHeal(
             replica,
             attempt,
             time=max(event.time for event in events),
@@ -288,196 +376,339 @@ def find_heals(record: RunRecord) -> list[Heal]:
             fetch_seconds=max(event.fetch_seconds for event in events),
             replayed=max(event.replayed for event in events),
         )
-        for (replica, attempt, step), events in ranks.items()
-    ]
+        heals.append(heal)
     return sorted(heals, key=lambda heal: heal.time)
 
 
-def _open_incidents(record: RunRecord) -> list[_Open]:
-    """Return the faults, those of one shot as one, and the ends of groups without one."""
-    found: list[_Open] = []
-    for fault in record.faults:
-        same = next((one for one in found if _is_of(one.fault, fault)), None)
-        if same is None:
+def _draft_incidents(record: RunRecord) -> list[_IncidentDraft]:
+    """Return all incidents without their prices: faults first, then ends, then dropouts."""
+    draft_of_fault = _draft_faults(record.faults)
+    drafts = list(draft_of_fault.values())
+    for attempts in record.attempts.values():
+        for attempt in attempts:
+            _draft_end(attempt, drafts, draft_of_fault)
+    for failure in record.fold.failures:
+        if not failure.died:
+            _draft_dropout(failure, drafts, record)
+    return drafts
+
+
+def _draft_faults(faults: Sequence[RecordedFault]) -> dict[int, _IncidentDraft]:
+    """Return the drafts of the injected faults by the fault's number; one shot is one fault."""
+    drafts: dict[int, _IncidentDraft] = {}
+    for fault in faults:
+        draft = drafts.get(fault.number)
+        if draft is None:
             time = fault.time_us
-            same = _Open(time, time, set(), time, fault.name, fault.category, fault)
-            found.append(same)
-        same.groups |= set() if fault.replica is None else {fault.replica}
-        same.reach = max(same.reach, fault.undone_us or fault.time_us)
-    for attempt in (attempt for group in record.attempts.values() for attempt in group):
-        one = None
-        if attempt.failed and attempt.exit_us is not None:
-            one = next((o for o in found if _is_of(o.fault, attempt.fault)), None)
-            if one is None:
-                end = attempt.exit_us
-                begin = end if attempt.silent_us is None else min(end, attempt.silent_us)
-                one = _Open(begin, end, {attempt.replica}, end, attempt.cause, attempt.category)
-                found.append(one)
-        elif attempt.drained_us is not None:
-            one = next((o for o in found[::-1] if _asked_to_leave(o, attempt)), None)
-            if one is None:
-                left = attempt.drained_us
-                one = _Open(left, left, {attempt.replica}, left, "drained", None)
-                found.append(one)
-        if one is not None:
-            one.ended.append(attempt)
-            one.reach = max(one.reach, attempt.exit_us or 0)
-    for dropout in record.fold.failures:
-        if not dropout.died:
-            _open_of(dropout, found, record).dropped.append(dropout)
-    return found
+            draft = _IncidentDraft(time, time, set(), time, fault.name, fault.category, fault)
+            drafts[fault.number] = draft
+        if fault.replica is not None:
+            draft.groups.add(fault.replica)
+        fault_end = fault.undone_us or fault.time_us
+        draft.reach = max(draft.reach, fault_end)
+    return drafts
 
 
-def _open_of(dropout: FailureSpan, found: list[_Open], record: RunRecord) -> _Open:
-    """Return the fault that a failure follows from in which no attempt ended, or else a new incident of its own."""
-    time, slot = round(dropout.time * 1e6), dropout.slot
-    patience = round((EFFECT_SECONDS if slot is not None else BREAK_SECONDS) * 1e6)
-    causes = [one for one in found if one.fault is not None and one.begin <= time <= one.reach + patience]
-    if slot is not None:
-        causes = [one for one in causes if slot in one.groups]
-    if causes:
-        return max(causes, key=lambda one: one.begin)
-    groups = set() if slot is None else {slot}
-    begin = round(min(dropout.since, dropout.time) * 1e6)
-    new = _Open(begin, time, groups, time, *_name_dropout(dropout, record))
-    found.append(new)
-    return new
+def _draft_end(
+    attempt: Attempt,
+    drafts: list[_IncidentDraft],
+    draft_of_fault: Mapping[int, _IncidentDraft],
+) -> None:
+    """Add the end of an attempt to the draft of its fault, or else to a new draft."""
+    draft: _IncidentDraft | None = None
+    if attempt.failed and attempt.exit_us is not None:
+        if attempt.fault is not None:
+            draft = draft_of_fault.get(attempt.fault.number)
+        if draft is None:
+            end = attempt.exit_us
+            begin = end
+            if attempt.silent_us is not None:
+                begin = min(end, attempt.silent_us)
+            groups = {attempt.replica}
+            draft = _IncidentDraft(begin, end, groups, end, attempt.cause, attempt.category)
+            drafts.append(draft)
+    elif attempt.drained_us is not None:
+        draft = _find_request_to_leave(attempt, attempt.drained_us, draft_of_fault)
+        if draft is None:
+            left = attempt.drained_us
+            draft = _IncidentDraft(left, left, {attempt.replica}, left, "drained", None)
+            drafts.append(draft)
+    if draft is not None:
+        draft.ended.append(attempt)
+        draft.reach = max(draft.reach, attempt.exit_us or 0)
 
 
-def _name_dropout(dropout: FailureSpan, record: RunRecord) -> tuple[str, str | None]:
-    """Return what was seen of a group that the others went on without although it lived, and its category."""
-    if dropout.slot is None:
+def _find_request_to_leave(
+    attempt: Attempt, left_us: int, draft_of_fault: Mapping[int, _IncidentDraft]
+) -> _IncidentDraft | None:
+    """Return the latest fault that asked an attempt to leave; None if no fault did."""
+    for draft in reversed(list(draft_of_fault.values())):
+        if draft.fault is None or draft.fault.outcome != "left":
+            continue
+        if attempt.replica not in draft.groups:
+            continue
+        if attempt.begin_us <= draft.time_us <= left_us:
+            return draft
+    return None
+
+
+def _draft_dropout(failure: FailureSpan, drafts: list[_IncidentDraft], record: RunRecord) -> None:
+    """Add a failure in which no attempt ended to the draft of its fault, or else to a new draft."""
+    draft = _find_fault_before(failure, drafts)
+    if draft is None:
+        time_us = round(failure.time * 1e6)
+        begin = round(min(failure.since, failure.time) * 1e6)
+        groups = set() if failure.slot is None else {failure.slot}
+        name, category = _name_dropout(failure, record)
+        draft = _IncidentDraft(begin, time_us, groups, time_us, name, category)
+        drafts.append(draft)
+    draft.dropouts.append(failure)
+
+
+def _find_fault_before(failure: FailureSpan, drafts: Sequence[_IncidentDraft]) -> _IncidentDraft | None:
+    """Return the latest fault that explains a failure in which no attempt ended."""
+    time_us = round(failure.time * 1e6)
+    effect_seconds = BREAK_SECONDS if failure.slot is None else EFFECT_SECONDS
+    effect_us = round(effect_seconds * 1e6)
+    latest: _IncidentDraft | None = None
+    for draft in drafts:
+        if draft.fault is None:
+            continue
+        is_in_reach = draft.begin <= time_us <= draft.reach + effect_us
+        has_hit = failure.slot is None or failure.slot in draft.groups
+        if not (is_in_reach and has_hit):
+            continue
+        if latest is None or draft.begin > latest.begin:
+            latest = draft
+    return latest
+
+
+def _name_dropout(failure: FailureSpan, record: RunRecord) -> tuple[str, str | None]:
+    """Return the name and the category of a failure in which no attempt ended and no fault is known.
+
+    The name is the observation that made the other groups go on without this one.
+    """
+    if failure.slot is None:
         return "exchange broke", None
-    slot, begin, end = dropout.slot, dropout.since - CLOCK_SECONDS, dropout.time + CLOCK_SECONDS
+    slot = failure.slot
+    begin = failure.since - CLOCK_SECONDS
+    end = failure.time + CLOCK_SECONDS
 
-    def seen(slots: Collection[int], event: Event) -> bool:
+    def names_group(slots: Collection[int], event: Event) -> bool:
         return slot in slots and begin <= event.time <= end
 
-    if any(seen(event.minority, event) for event in record.of(DigestMismatch)):
-        return "other digest", "wrong numbers"
-    if any(seen(event.slots, event) for event in record.of(LinkDead)):
-        return "out of reach", "network"
-    if any(seen(event.slots, event) for event in record.of(PeerSilent)):
-        return "silent", "network"
+    for mismatch in record.of(DigestMismatch):
+        if names_group(mismatch.minority, mismatch):
+            return "other digest", "wrong numbers"
+    for dead_link in record.of(LinkDead):
+        if names_group(dead_link.slots, dead_link):
+            return "out of reach", "network"
+    for silence in record.of(PeerSilent):
+        if names_group(silence.slots, silence):
+            return "silent", "network"
     return "dropped out", None
 
 
-def _is_of(incident: RecordedFault | None, fault: RecordedFault | None) -> bool:
-    return incident is not None and fault is not None and incident.number == fault.number
+def _find_last_shared_commit(draft: _IncidentDraft, record: RunRecord, commits: Commits) -> int:
+    """Return when another group last committed a step with gradients of a group that had ended.
 
+    The ended group's part of the step under way may have been complete. Then the others commit that
+    step in time, and notice the end only in the next one.
 
-def _asked_to_leave(one: _Open, attempt: Attempt) -> bool:
-    """Tell whether an incident is the fault that asked an attempt to leave."""
-    left = attempt.drained_us or 0
-    asks = one.fault is not None and one.fault.outcome == "left"
-    return asks and attempt.replica in one.groups and attempt.begin_us <= one.time_us <= left
-
-
-def _last_with_their_gradients(one: _Open, record: RunRecord, commits: Commits) -> int:
-    """Return when the others last committed a step with the gradients of a group that had ended; 0 if they did not.
-
-    Its part of the step under way may have been complete. They notice its end in the step after that one.
+    Returns:
+        Unix microseconds; 0 if there is no such commit.
     """
-    last = 0
-    for attempt in one.ended:
-        made = commits.get(attempt.replica, ())
-        back = next((event.step for event in made if event.attempt > attempt.number), None)
-        start = bisect_left(record.commits, one.begin / 1e6, key=lambda event: event.time)
+    last_us = 0
+    start = bisect_left(record.commits, draft.begin / 1e6, key=lambda event: event.time)
+    for attempt in draft.ended:
+        return_step = _find_first_step_after(attempt, commits)
         for event in record.commits[start:]:
-            if back is not None and event.step >= back:
+            if return_step is not None and event.step >= return_step:
                 break
-            if event.replica not in one.groups:
-                if attempt.replica not in event.participants:
-                    break
-                last = max(last, event.time_us)
-    return last
+            if event.replica in draft.groups:
+                continue
+            if attempt.replica not in event.participants:
+                break
+            last_us = max(last_us, event.time_us)
+    return last_us
 
 
-def _describe(
-    one: _Open,
+def _find_first_step_after(attempt: Attempt, commits: Commits) -> int | None:
+    """Return the first step that the group committed in a later attempt."""
+    for commit in commits.get(attempt.replica, ()):
+        if commit.attempt > attempt.number:
+            return commit.step
+    return None
+
+
+@dataclass(frozen=True)
+class _Absence:
+    """The time for which a group was away after an incident had ended its attempt.
+
+    Attributes:
+        since: Unix seconds.
+        back: Unix seconds of its next contribution; None if there was none.
+        heal: the last transfer of state to the group before that contribution.
+    """
+
+    since: float
+    back: float | None = None
+    heal: RecordedHeal | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.back is None else self.back - self.since
+
+
+def _price(
+    draft: _IncidentDraft,
     commits: Commits,
-    heals: Sequence[Heal],
-    stall: float | None,
-    gone: Sequence[FailureSpan],
+    heals: Sequence[RecordedHeal],
+    stall_seconds: float | None,
+    failures: Sequence[FailureSpan],
 ) -> Incident:
-    """Find out when the groups were back, and put it all together."""
-    time = one.time_us / 1e6
-    returns = {
-        replica: _find_return(one, replica, commits.get(replica, ()), heals)
-        for replica in {attempt.replica for attempt in one.ended}
-    }
-    deaths, away = [], {attempt.replica: _away_since(attempt, time, gone) for attempt in one.ended}
-    for attempt in one.ended:
+    """Return the incident with the times for which its groups were away.
+
+    Args:
+        failures: all failures of the run.
+    """
+    absences: dict[int, _Absence] = {}
+    for attempt in draft.ended:
+        since = _find_absent_since(attempt, draft.seconds, failures)
+        absences[attempt.replica] = _find_absence(draft, attempt.replica, since, commits, heals)
+    deaths = []
+    drains = []
+    away_seconds: list[float | None] = []
+    last_heals: list[RecordedHeal | None] = []
+    for attempt in draft.ended:
+        absence = absences[attempt.replica]
+        away_seconds.append(absence.seconds)
+        last_heals.append(absence.heal)
         if attempt.failed:
-            back, heal = returns[attempt.replica]
-            rejoin = None if back is None else max(0.0, back.time - away[attempt.replica])
-            cost = (stall, rejoin, heal)
-            deaths.append(Failure(attempt.replica, attempt.number, time, attempt.reason, *cost, died=True))
-    dropouts = [_describe_dropout(dropout, one, stall, heals) for dropout in one.dropped]
-    # Who left because it was asked to was away as well.
-    ended = [returns[attempt.replica] for attempt in one.ended]
-    backs = [(attempt.replica, returns[attempt.replica][0]) for attempt in one.ended]
-    rejoins = [None if back is None else back.time - away[replica] for replica, back in backs]
-    rejoins += [dropout.rejoin_seconds for dropout in dropouts if dropout.away]
-    known = [rejoin for rejoin in rejoins if rejoin is not None]
-    healed = [heal for _, heal in ended] + [dropout.heal for dropout in dropouts]
-    last = max((heal for heal in healed if heal is not None), key=lambda heal: heal.time, default=None)
-    drains = [
-        Drain(attempt.replica, attempt.number, (attempt.drained_us or 0) / 1e6, attempt.in_order, stall)
-        for attempt in one.ended
-        if attempt.drained_us is not None
-    ]
+            death = RecordedFailure(
+                attempt.replica,
+                attempt.number,
+                draft.seconds,
+                attempt.reason,
+                stall_seconds,
+                absence.seconds,
+                absence.heal,
+                died=True,
+            )
+            deaths.append(death)
+        if attempt.drained_us is not None:
+            time = attempt.drained_us / 1e6
+            drain = RecordedDrain(attempt.replica, attempt.number, time, attempt.in_order, stall_seconds)
+            drains.append(drain)
+    dropouts = [_price_dropout(failure, draft, stall_seconds, heals) for failure in draft.dropouts]
+    for dropout in dropouts:
+        last_heals.append(dropout.heal)
+        if dropout.away:
+            away_seconds.append(dropout.rejoin_seconds)
+    fault = draft.fault
     return Incident(
-        time=time,
-        fault=one.name,
-        injected=one.fault is not None,
-        replicas=tuple(sorted(one.groups)),
-        rank=None if one.fault is None else one.fault.rank,
-        shot=None if one.fault is None else one.fault.shot,
-        lighthouse=one.fault is not None and one.fault.lighthouse,
-        ended=bool(one.ended),
-        stall_seconds=stall,
-        rejoin_seconds=max(known) if known and len(known) == len(rejoins) else None,
-        heal=last,
+        time=draft.seconds,
+        fault=draft.name,
+        injected=fault is not None,
+        replicas=tuple(sorted(draft.groups)),
+        rank=None if fault is None else fault.rank,
+        shot=None if fault is None else fault.shot,
+        lighthouse=fault is not None and fault.lighthouse,
+        ended=bool(draft.ended),
+        stall_seconds=stall_seconds,
+        rejoin_seconds=_longest_if_all_known(away_seconds),
+        heal=_latest(last_heals),
         failures=(*deaths, *dropouts),
         drains=tuple(drains),
-        category=one.category,
+        category=draft.category,
     )
 
 
-def _away_since(attempt: Attempt, time: float, gone: Sequence[FailureSpan]) -> float:
-    """Return since when a group is away whose attempt ended, in Unix seconds.
-
-    One that hung or was frozen first is missing since the others went on without it, and not since its end.
-    """
-    same = (each for each in gone if each.died and (each.slot, each.attempt) == (attempt.replica, attempt.number))
-    return min([time, *(each.time for each in same)])
-
-
-def _describe_dropout(dropout: FailureSpan, one: _Open, stall: float | None, heals: Sequence[Heal]) -> Failure:
-    """Return a failure in which no attempt ended. Its group is away from its last contribution, or from the fault."""
-    begin, back = max(dropout.since, one.time_us / 1e6 if one.fault else 0.0), dropout.back
-    rejoin = None if back is None or not dropout.away else max(0.0, back - begin)
-    until = float("inf") if back is None else back
-    healed = [heal for heal in heals if heal.replica == dropout.slot and begin <= heal.time <= until]
-    heal = healed[-1] if healed and back is not None else None
-    time = one.time_us / 1e6
-    return Failure(dropout.slot, dropout.attempt, time, one.name, stall, rejoin, heal, away=dropout.away)
+def _longest_if_all_known(all_seconds: Sequence[float | None]) -> float | None:
+    """Return the longest time; None if there is none, or if one of them is unknown."""
+    longest: float | None = None
+    for seconds in all_seconds:
+        if seconds is None:
+            return None
+        if longest is None or seconds > longest:
+            longest = seconds
+    return longest
 
 
-def _find_return(
-    one: _Open, replica: int, commits: Sequence[StepCommitted], heals: Sequence[Heal]
-) -> tuple[StepCommitted | None, Heal | None]:
-    """Return the commit with which a group was back whose attempt ended, and the last heal before it.
+def _latest(heals: Sequence[RecordedHeal | None]) -> RecordedHeal | None:
+    known = [heal for heal in heals if heal is not None]
+    return max(known, key=lambda heal: heal.time, default=None)
+
+
+def _find_absent_since(attempt: Attempt, time: float, failures: Sequence[FailureSpan]) -> float:
+    """Return since when the group of an ended attempt was away, in Unix seconds.
+
+    A group that hung or was frozen first is away since the others went on without it, and not only
+    since its end.
 
     Args:
-        commits: of the group, in order of time.
+        time: Unix seconds of the incident.
     """
-    time = one.time_us / 1e6
-    ended = max(attempt.number for attempt in one.ended if attempt.replica == replica)
-    later = commits[bisect_right(commits, time, key=lambda event: event.time) :]
-    back = next((event for event in later if event.contributed and event.attempt > ended), None)
-    if back is None:
-        return None, None
-    healed = [heal for heal in heals if heal.replica == replica and time <= heal.time <= back.time]
-    return back, healed[-1] if healed else None
+    since = time
+    for failure in failures:
+        is_of_attempt = (failure.slot, failure.attempt) == (attempt.replica, attempt.number)
+        if failure.died and is_of_attempt:
+            since = min(since, failure.time)
+    return since
+
+
+def _find_absence(
+    draft: _IncidentDraft,
+    replica: int,
+    since: float,
+    commits: Commits,
+    heals: Sequence[RecordedHeal],
+) -> _Absence:
+    """Return the absence of a group whose attempt ended."""
+    ended_number = max(attempt.number for attempt in draft.ended if attempt.replica == replica)
+    own_commits = commits.get(replica, ())
+    start = bisect_right(own_commits, draft.seconds, key=lambda event: event.time)
+    for commit in own_commits[start:]:
+        if commit.contributed and commit.attempt > ended_number:
+            heal = _find_last_heal(heals, replica, draft.seconds, commit.time)
+            return _Absence(since, commit.time, heal)
+    return _Absence(since)
+
+
+def _find_last_heal(heals: Sequence[RecordedHeal], slot: int | None, begin: float, end: float) -> RecordedHeal | None:
+    """Return the last transfer of state to a group within a time; `heals` are in order of time."""
+    for heal in reversed(heals):
+        if heal.replica == slot and begin <= heal.time <= end:
+            return heal
+    return None
+
+
+def _price_dropout(
+    failure: FailureSpan,
+    draft: _IncidentDraft,
+    stall_seconds: float | None,
+    heals: Sequence[RecordedHeal],
+) -> RecordedFailure:
+    """Return a failure in which no attempt ended.
+
+    Its group is away since its last contribution, or since the fault if that was later.
+    """
+    begin = max(failure.since, 0.0)
+    if draft.fault is not None:
+        begin = max(begin, draft.seconds)
+    rejoin_seconds = None
+    heal = None
+    if failure.back is not None:
+        heal = _find_last_heal(heals, failure.slot, begin, failure.back)
+        if failure.away:
+            rejoin_seconds = max(0.0, failure.back - begin)
+    return RecordedFailure(
+        failure.slot,
+        failure.attempt,
+        draft.seconds,
+        draft.name,
+        stall_seconds,
+        rejoin_seconds,
+        heal,
+        away=failure.away,
+    )
