@@ -67,10 +67,13 @@ def end(held: HeldFetch, attempt: CatchUp) -> None:
 @pytest.mark.parametrize(
     ("at_half", "at_end", "in_time"), [(0.0, 0.5, True), (0.3, 0.8, True), (0.3, 0.79, False), (0.6, 0.9, False)]
 )
-def test_the_pace_of_late_says_whether_a_newer_state_is_worth_it(
+def test_the_latest_pace_decides_whether_a_newer_state_is_fetched(
     held: HeldFetch, attempt: CatchUp, at_half: float, at_end: float, in_time: bool
 ) -> None:
-    """Two of the four updates have come since the queue was half full: half of the state must have, too."""
+    """Two of four updates came since the queue was half full.
+
+    Half of the state must have come, too.
+    """
     assert held.began.wait(DEADLINE)
     for number in range(4):
         held.note_share(at_half if number == 1 else at_end)
@@ -81,13 +84,13 @@ def test_the_pace_of_late_says_whether_a_newer_state_is_worth_it(
 
 
 def test_the_fetched_state_is_handed_over(held: HeldFetch, attempt: CatchUp) -> None:
-    """As it came."""
+    """The snapshot is unchanged."""
     end(held, attempt)
     assert attempt.snapshot() is held.result
 
 
 def test_the_fetch_does_not_block(held: HeldFetch, attempt: CatchUp) -> None:
-    """While the fetch runs it is pending, without an error; afterwards it is done."""
+    """While the fetch runs, it is pending without an error. Afterwards it is done."""
     assert attempt.fetched() is Fetched.PENDING
     assert attempt.error is None
     end(held, attempt)
@@ -95,8 +98,8 @@ def test_the_fetch_does_not_block(held: HeldFetch, attempt: CatchUp) -> None:
     assert attempt.error is None
 
 
-def test_a_failed_fetch_tells_why(held: HeldFetch, attempt: CatchUp) -> None:
-    """A transfer that failed makes the attempt failed, with the reason."""
+def test_a_failed_fetch_has_a_reason(held: HeldFetch, attempt: CatchUp) -> None:
+    """A transfer that failed makes the attempt failed."""
     held.result = TransferError("the donor is gone")
     end(held, attempt)
     assert attempt.fetched() is Fetched.FAILED
@@ -104,7 +107,10 @@ def test_a_failed_fetch_tells_why(held: HeldFetch, attempt: CatchUp) -> None:
 
 
 def test_a_refusal_is_a_failed_fetch(held: HeldFetch, attempt: CatchUp) -> None:
-    """A stranger may answer at the address of a donor that died. The next attempt has another donor."""
+    """A stranger may answer at the address of a donor that died.
+
+    The next attempt has another donor.
+    """
     held.result = RefusedError("127.0.0.1:1: no")
     end(held, attempt)
     assert (attempt.fetched(), attempt.error) == (Fetched.FAILED, "127.0.0.1:1: no")
@@ -114,15 +120,15 @@ def test_a_refusal_is_a_failed_fetch(held: HeldFetch, attempt: CatchUp) -> None:
 def test_a_bug_in_the_fetch_is_not_a_failed_transfer(
     held: HeldFetch, attempt: CatchUp, look: Callable[[CatchUp], object]
 ) -> None:
-    """An error that no transfer is expected to raise reaches the training thread as it is."""
+    """An error that no transfer raises reaches the training thread unchanged."""
     held.result = ZeroDivisionError("a bug")
     end(held, attempt)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         look(attempt)
 
 
-def test_cancelling_tells_the_fetch(held: HeldFetch, attempt: CatchUp) -> None:
-    """An attempt that is given up lets its fetch know, so that it stops loading the donor."""
+def test_cancelling_ends_the_fetch(held: HeldFetch, attempt: CatchUp) -> None:
+    """A fetch of an attempt that was given up must not load the donor any longer."""
     assert held.began.wait(DEADLINE)
     assert not held.cancelled.is_set()
     attempt.keep(update(1, 1), 0)
@@ -132,12 +138,12 @@ def test_cancelling_tells_the_fetch(held: HeldFetch, attempt: CatchUp) -> None:
 
 
 def test_one_failed_rank_outvotes_the_others() -> None:
-    """The smallest value over a group's ranks tells how far the group is: failed before pending before done."""
+    """The smallest value over the group's ranks counts: failed, then pending, then done."""
     assert Fetched.FAILED < Fetched.PENDING < Fetched.DONE
 
 
-def test_an_update_is_replaced_with_all_that_was_built_on_it(attempt: CatchUp) -> None:
-    """Its sums are replayed in the place of the first ones."""
+def test_a_replaced_update_drops_the_updates_after_it(attempt: CatchUp) -> None:
+    """The new sums are replayed instead."""
     for place in range(3):
         attempt.keep(update(6 + place, 101 + place), place)
     again = update(7, 202)
@@ -148,7 +154,7 @@ def test_an_update_is_replaced_with_all_that_was_built_on_it(attempt: CatchUp) -
 
 
 def test_a_replayed_update_needs_no_memory(attempt: CatchUp) -> None:
-    """Its sums go with it."""
+    """Its sums are dropped."""
     attempt.keep(update(6, 101), 0)
     assert attempt.take(0).sums is SUMS
     assert attempt.take(0).sums is NO_SUMS

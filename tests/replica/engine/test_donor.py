@@ -129,8 +129,8 @@ def world() -> World:
     return made
 
 
-def test_what_is_offered_is_copied_for_who_asks(world: World) -> None:
-    """While the step is computed, once, and served until no joiner fetches it."""
+def test_the_offered_state_is_copied_for_a_joiner_that_asks(world: World) -> None:
+    """It is copied once, while the step is computed, and served until no joiner fetches it."""
     (offer,) = world.server.offers
     assert offer is not None
     assert (offer["step"], offer["lineage"], offer["digest"]) == (5, 1005, 0)
@@ -146,7 +146,10 @@ def test_what_is_offered_is_copied_for_who_asks(world: World) -> None:
 
 
 def test_the_time_of_the_last_step_goes_along(world: World) -> None:
-    """So a joiner knows until when it may load what it gets; nobody knows it of the first one."""
+    """The joiner then knows until when it may load the state.
+
+    Before the second offer it is unknown.
+    """
     world.offer()
     first, second = (offer["milliseconds"] for offer in world.server.offers if offer is not None)
     assert first == 0
@@ -154,7 +157,10 @@ def test_the_time_of_the_last_step_goes_along(world: World) -> None:
 
 
 def test_a_newcomer_that_does_not_come_to_the_update_is_served_no_more(world: World) -> None:
-    """It has died, or found another state; the memory is wanted. As long as the others wait, the state is good."""
+    """It has died, or found another state, so the memory is freed.
+
+    While all groups wait, the state stays useful.
+    """
     world.ask()
     world.make_round(is_update=False)
     assert world.served == (5, WHOLE)
@@ -162,15 +168,15 @@ def test_a_newcomer_that_does_not_come_to_the_update_is_served_no_more(world: Wo
     assert world.served is None
 
 
-def test_a_state_is_not_copied_before_its_update_for_who_misses_that(world: World) -> None:
-    """The state is outdated with it, and the optimizer would wait for the copy."""
+def test_a_state_is_not_copied_for_a_joiner_that_misses_its_update(world: World) -> None:
+    """The update makes the state outdated, and the optimizer would wait for the copy."""
     world.make_round()
     world.ask(step=5)
     assert (world.served, world.copies) == (None, 0)
 
 
 def test_a_joiner_that_names_this_group_finds_a_copy(world: World) -> None:
-    """Also where its request comes after the round: the state is gone then."""
+    """Even if its request comes after the round, when the state is gone."""
     world.make_round(fetching(FIRST, OTHER))
     assert world.copies == 0, "it may never ask here"
     world.offer()
@@ -179,7 +185,10 @@ def test_a_joiner_that_names_this_group_finds_a_copy(world: World) -> None:
 
 
 def test_a_state_that_may_change_is_copied_by_the_training_thread(world: World) -> None:
-    """A forward may write its buffers while another thread reads them: the next round has it, before the optimizer."""
+    """A forward may write buffers during a copy on another thread.
+
+    So the next round copies, before the optimizer.
+    """
     world.has_buffers = True
     world.offer()
     world.ask(Part(1, 2))
@@ -189,8 +198,8 @@ def test_a_state_that_may_change_is_copied_by_the_training_thread(world: World) 
     assert (world.served, world.copies, world.donor.wanted) == ((5, WHOLE), 1, False)
 
 
-def test_a_state_that_may_change_is_not_copied_for_who_misses_its_update(world: World) -> None:
-    """While all wait it is."""
+def test_a_changing_state_is_not_copied_for_a_joiner_that_misses_its_update(world: World) -> None:
+    """While all groups wait, it is copied."""
     world.has_buffers = True
     world.offer()
     world.ask()
@@ -203,13 +212,13 @@ def test_a_state_that_may_change_is_not_copied_for_who_misses_its_update(world: 
 
 
 def test_a_group_that_lost_the_state_copies_nothing(world: World) -> None:
-    """Whatever it has offered, the round shows that it is not the job's."""
+    """The round shows that its state is not the job's."""
     world.make_round(fetching(FIRST, ME), is_holder=False)
     assert world.copies == 0
 
 
 def test_a_copy_that_its_only_donor_serves_is_not_replaced(world: World) -> None:
-    """A joiner that comes later needs a newer one, and asks another group."""
+    """A later joiner needs a newer copy, and asks another group."""
     world.ask()
     world.make_round(fetching(FIRST, ME))
     world.offer()
@@ -219,8 +228,8 @@ def test_a_copy_that_its_only_donor_serves_is_not_replaced(world: World) -> None
     assert (world.served, world.copies) == ((5, WHOLE), 1)
 
 
-def test_who_only_helps_serves_a_joiner_that_comes_later(world: World) -> None:
-    """The first one has its own donor still."""
+def test_a_donor_that_is_not_named_serves_a_later_joiner(world: World) -> None:
+    """The first joiner still has its named donor."""
     world.ask()
     world.make_round(fetching(FIRST, OTHER))
     assert not world.server.is_pinned
@@ -232,7 +241,7 @@ def test_who_only_helps_serves_a_joiner_that_comes_later(world: World) -> None:
 
 
 def test_the_successor_of_a_joiner_that_died_finds_nobody_in_the_way(world: World) -> None:
-    """The copy that its former process fetched goes with the first round without that."""
+    """The copy of the dead joiner goes with the first round without it."""
     world.ask()
     world.make_round(fetching(FIRST, ME))
     world.offer()
@@ -241,7 +250,7 @@ def test_the_successor_of_a_joiner_that_died_finds_nobody_in_the_way(world: Worl
 
 
 def test_a_state_that_is_not_the_others_is_offered_no_more(world: World) -> None:
-    """Who heals has nothing to give."""
+    """A group that heals offers nothing."""
     take = world.server.take
     world.donor.retract()
     take(5, WHOLE)
@@ -249,7 +258,10 @@ def test_a_state_that_is_not_the_others_is_offered_no_more(world: World) -> None
 
 
 def test_a_copy_ahead_of_a_request_is_made_once(world: World) -> None:
-    """Rounds that make no update may follow each other quickly. The copy goes with the update if no joiner came."""
+    """Rounds without an update may follow each other quickly.
+
+    Without a joiner, the update drops the copy.
+    """
     position = Position(step=5, lineage=1005)
     for _ in range(2):
         world.donor.copy_ahead(position)
@@ -260,7 +272,7 @@ def test_a_copy_ahead_of_a_request_is_made_once(world: World) -> None:
 
 
 def test_compared_bytes_are_offered_until_that_is_taken_back(world: World) -> None:
-    """In a round of several steps: the training thread copies them, between two steps."""
+    """In a round of several steps, the training thread copies the state between two steps."""
     position = Position(step=5, lineage=1005)
     world.donor.offer_compared(position, 77)
     assert world.server.offers[-1] == {"step": 5, "lineage": 1005, "digest": 77}
@@ -276,7 +288,7 @@ def test_compared_bytes_are_offered_until_that_is_taken_back(world: World) -> No
 
 
 def test_each_donor_copies_its_part(world: World) -> None:
-    """Which one that is the joiner says, for it knows its donors."""
+    """The joiner names the part, because it knows its donors."""
     world.is_scarce = True
     world.ask(Part(1, 3))
     assert world.served == (5, Part(1, 3))
@@ -285,7 +297,7 @@ def test_each_donor_copies_its_part(world: World) -> None:
 
 
 def test_a_part_does_not_do_for_a_joiner_that_has_other_donors(world: World) -> None:
-    """The whole of the same state does, for both."""
+    """A copy of the whole state serves both joiners."""
     world.is_scarce = True
     world.ask(Part(1, 3))
     world.ask(Part(0, 2))
@@ -296,7 +308,7 @@ def test_a_part_does_not_do_for_a_joiner_that_has_other_donors(world: World) -> 
 
 @pytest.mark.parametrize("in_round", [True, False])
 def test_the_training_thread_replaces_a_part_by_the_whole(world: World, in_round: bool) -> None:
-    """A joiner that fetches the part lost it to one that came later, and each of them the state to the other."""
+    """Otherwise two joiners would take the copy from each other again and again."""
     world.is_scarce = world.has_buffers = True
     world.offer()
     for part, served in ((Part(0, 2), Part(0, 2)), (Part(1, 2), WHOLE)):
@@ -309,7 +321,7 @@ def test_the_training_thread_replaces_a_part_by_the_whole(world: World, in_round
 
 
 def test_a_retry_gets_the_whole(world: World) -> None:
-    """It is from one donor; the training thread makes it where no other may."""
+    """A retry has one donor. The training thread makes the copy if no other thread may."""
     world.is_scarce = world.has_buffers = True
     world.offer()
     world.ask(Part(0, 2))

@@ -109,7 +109,7 @@ def leave_all(ranks: list[Drain]) -> None:
 def test_three_quarters_of_the_time_are_what_a_group_may_wait_for_others(
     monkeypatch: pytest.MonkeyPatch, trees: Trees, told: bool, after: float, urgent: bool
 ) -> None:
-    """It counts from when this rank was told to leave; without that nothing is urgent."""
+    """The time counts from this rank's leave request. Without one, nothing is urgent."""
     made = build(trees.connect(), timeout_seconds=100.0)
     monkeypatch.setattr(made, "_expire", lambda: None)
     now = 1000.0
@@ -152,7 +152,7 @@ def waiting(trees: Trees, monkeypatch: pytest.MonkeyPatch) -> Waiting:
 
 
 def test_a_group_waits_no_longer_when_all_its_ranks_have_said_so(waiting: Waiting) -> None:
-    """Not when one has: a sibling may have its answer already, and be in the exchange."""
+    """One rank is not enough: a sibling may have its answer, and be in the exchange already."""
     first, second = waiting.first, waiting.second
     assert not first.stops_waiting(False)
     waiting.hurry(first, second)
@@ -163,8 +163,8 @@ def test_a_group_waits_no_longer_when_all_its_ranks_have_said_so(waiting: Waitin
     assert first.stops_waiting(False)
 
 
-def test_a_rank_that_nobody_told_takes_its_siblings_word(waiting: Waiting) -> None:
-    """A signal may come to one rank alone."""
+def test_a_rank_without_a_request_follows_its_sibling(waiting: Waiting) -> None:
+    """A signal may reach one rank alone."""
     first, second = waiting.first, waiting.second
     assert not second.stops_waiting(False)
     waiting.hurry(first)
@@ -176,7 +176,10 @@ def test_a_rank_that_nobody_told_takes_its_siblings_word(waiting: Waiting) -> No
 
 
 def test_an_answer_before_a_rank_has_said_so_is_taken_by_all(waiting: Waiting) -> None:
-    """The group cannot leave without its word; the ranks that have said so wait for the answer."""
+    """The group cannot leave without this rank's word.
+
+    Ranks that have said it wait for the answer.
+    """
     first, second = waiting.first, waiting.second
     waiting.hurry(first, second)
     assert not first.stops_waiting(False)
@@ -188,7 +191,10 @@ def test_an_answer_before_a_rank_has_said_so_is_taken_by_all(waiting: Waiting) -
 
 @pytest.mark.parametrize("answer_first", [False, True])
 def test_an_answer_beside_the_last_word_ends_alike_on_all_ranks(waiting: Waiting, answer_first: bool) -> None:
-    """Both have said so; one is answered, the other is not yet: the first of the two words counts."""
+    """Both ranks have said "hurry", and only one is answered.
+
+    The first proposal decides for both.
+    """
     first, second = waiting.first, waiting.second
     waiting.hurry(first, second)
     assert not first.stops_waiting(False)
@@ -203,7 +209,10 @@ def test_an_answer_beside_the_last_word_ends_alike_on_all_ranks(waiting: Waiting
 
 
 def test_a_word_counts_for_one_round(waiting: Waiting) -> None:
-    """The others came, and the group could not leave with that round: it says so again in the next one."""
+    """The others came, and the group could not leave after that round.
+
+    In the next one it says "hurry" again.
+    """
     first, second = waiting.first, waiting.second
     waiting.hurry(first, second)
     assert not first.stops_waiting(False)
@@ -221,7 +230,7 @@ def test_a_word_counts_for_one_round(waiting: Waiting) -> None:
 
 
 def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(monkeypatch: pytest.MonkeyPatch, trees: Trees) -> None:
-    """The last look at its time and the one at the answer are the same."""
+    """It looks at the answer and at its time once more at the end."""
     rank = build(trees.connect())
     pauses: list[int] = []
     assert rank.wait_for_others(lambda: len(pauses) == 3, lambda: pauses.append(1))
@@ -232,7 +241,7 @@ def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(monkeypatch: pyt
 
 
 def test_a_group_of_one_rank_decides_by_itself(monkeypatch: pytest.MonkeyPatch, trees: Trees) -> None:
-    """It has nobody to wait for; an answer that comes after its word finds the word settled."""
+    """No sibling must agree. An answer after its word finds the decision settled."""
     rank = build(trees.connect())
     assert not rank.stops_waiting(False)
     monkeypatch.setattr(Drain, "is_urgent", True)
@@ -244,7 +253,7 @@ def test_a_group_of_one_rank_decides_by_itself(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_rank_that_looks_late_does_not_leave_early(trees: Trees) -> None:
-    """What a rank says before its next vote is not taken for the last one by a rank that has yet to look there."""
+    """A note for the next vote must not count for the last one on a rank that has not looked yet."""
     group = trees.connect_group(2)
     fast, slow = build_group(group)
     for rank in (fast, slow):
@@ -266,7 +275,7 @@ def test_a_rank_that_looks_late_does_not_leave_early(trees: Trees) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_rank_that_may_not_leave_yet_tells_its_siblings_later(trees: Trees, num_ranks: int) -> None:
-    """Its group stays for another round: the other groups have not read that it leaves."""
+    """The group stays for one more round: the other groups have not read that it leaves."""
     group = trees.connect_group(num_ranks)
     ranks = build_group(group)
     told = ranks[-1]
@@ -286,7 +295,10 @@ def test_a_rank_that_may_not_leave_yet_tells_its_siblings_later(trees: Trees, nu
 
 @pytest.mark.parametrize("told", [0, 1, 2])
 def test_all_ranks_leave_after_the_same_vote(trees: Trees, told: int) -> None:
-    """Ranks at their own pace, told at any moment: all stop at one vote."""
+    """Ranks vote at their own pace, and requests come at any moment.
+
+    All ranks stop after one vote.
+    """
     for trial in range(3):
         group = trees.connect_group(3)
 
@@ -308,7 +320,7 @@ def test_all_ranks_leave_after_the_same_vote(trees: Trees, told: int) -> None:
 
 
 def test_leaving_waits_for_the_others_but_not_for_ever(monkeypatch: pytest.MonkeyPatch, trees: Trees) -> None:
-    """A rank that leaves alone is held up for its time; ranks that leave together are not."""
+    """A rank that leaves alone waits for its whole time. Ranks that leave together do not."""
 
     def leave(ranks: list[Drain], seconds: float) -> float:
         monkeypatch.setattr(drain, "_LEAVE_SECONDS", seconds)
@@ -324,7 +336,7 @@ def test_leaving_waits_for_the_others_but_not_for_ever(monkeypatch: pytest.Monke
 
 
 def test_sigterm_ends_training_at_the_next_vote(start: Start) -> None:
-    """After SIGTERM the vote under way is finished, and the group leaves after it."""
+    """After SIGTERM the vote under way is completed, and the group leaves after it."""
     process = start("""
 made = drain(1000)
 assert not vote(made)
@@ -339,7 +351,10 @@ say("left")
 
 
 def test_the_timeout_ends_a_rank_that_cannot_leave(start: Start) -> None:
-    """A training thread stuck in a C call does not keep the timeout from running: the reason is told, status 0."""
+    """The timeout runs even if the training thread is stuck in a C call.
+
+    The reason is logged, with status 0.
+    """
     process = start("made = drain(0.5); vote(made); say('ready'); block()")
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=DEADLINE)
@@ -349,7 +364,7 @@ def test_the_timeout_ends_a_rank_that_cannot_leave(start: Start) -> None:
 
 
 def test_before_the_first_vote_nothing_is_waited_for(start: Start, tmp_path: Path) -> None:
-    """A worker that is still loading has nothing to finish; its end is one in order."""
+    """A worker that still loads has nothing to finish. Its end is one in order."""
     error_file = tmp_path / "error.json"
     marks = f"from titan_ft.run import marks; os.environ['TORCHELASTIC_ERROR_FILE'] = {str(error_file)!r}\n"
     process = start(f"{marks}marks.mark_training(); made = drain(1000); say('ready'); block()")
@@ -360,7 +375,7 @@ def test_before_the_first_vote_nothing_is_waited_for(start: Start, tmp_path: Pat
 
 
 def test_a_second_sigterm_ends_at_once(start: Start) -> None:
-    """The same request from two senders is one; a second one later ends the process, whatever it is doing."""
+    """The same request from two senders is one request. A later one ends the process at once."""
     process = start("""
 titan_ft.engine.drain._ONE_REQUEST_SECONDS = 1000
 reads, read = [], os.read
@@ -384,7 +399,7 @@ block()
 
 
 def test_forked_children_keep_the_default(start: Start) -> None:
-    """SIGTERM ends a forked child, however early it comes, and does not ask this rank to leave."""
+    """SIGTERM ends a forked child at any time, and is no leave request for this rank."""
     process = start("""
 made = drain(1000)
 parent, endings = os.getpid(), set()
@@ -408,7 +423,10 @@ say(f"{endings} {made.requested}")
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_dead_sibling_ends_a_rank_at_once(start: Start, dead: int) -> None:
-    """Sent SIGTERM because a sibling died, a rank does not wait for the step; nor before its first vote."""
+    """The agent sends SIGTERM because a sibling died.
+
+    The rank does not wait for the step, or for its first vote.
+    """
     voting = "" if dead else "made.before_vote(lambda: True);"
     ranks = [start(f"made = drain(1000, {rank}, 2); {voting} say('ready'); block()") for rank in range(2)]
     ranks[dead].kill()
@@ -420,10 +438,10 @@ def test_a_dead_sibling_ends_a_rank_at_once(start: Start, dead: int) -> None:
     assert "its step cannot be finished" in errors
 
 
-def test_a_sibling_that_is_lost_before_a_rank_is_told(
+def test_a_sibling_that_is_lost_before_the_leave_request(
     trees: Trees, ends: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The loss alone ends nobody. The request to leave ends the rank, because the agent sends it for the loss."""
+    """The loss alone ends no rank. The agent's leave request, which follows the loss, does."""
     group = trees.connect_group(3)
     rank = build_group(group)[2]
     heard: list[int] = []
@@ -437,7 +455,7 @@ def test_a_sibling_that_is_lost_before_a_rank_is_told(
 
 
 def test_a_sibling_that_left_is_not_taken_for_dead(start: Start) -> None:
-    """A rank that is slow to leave is not cut short by the end of one that left in order."""
+    """The end of a rank that left in order does not end a rank that leaves slowly."""
     process = start("made = drain(1, 0, 2); made.before_vote(lambda: True); say('ready'); block()")
     sibling = start("made = drain(1000, 1, 2); say('ready'); sys.stdin.readline(); made.leave()")
     sibling.communicate("\n", timeout=DEADLINE)
@@ -449,7 +467,9 @@ def test_a_sibling_that_left_is_not_taken_for_dead(start: Start) -> None:
 
 
 def test_ranks_give_up_together(start: Start) -> None:
-    """When one rank has given up its sibling follows, with status 0: the group left, only not in order."""
+    """When one rank gives up, its sibling follows, also with status 0: the group has left, but not
+    in order.
+    """
     code = "made = drain({}, {}, 2); made.before_vote(lambda: True); say('ready'); block()"
     ranks = [start(code.format(seconds, rank)) for rank, seconds in enumerate((0.5, 1000))]
     for rank in reversed(ranks):
@@ -462,8 +482,11 @@ def test_ranks_give_up_together(start: Start) -> None:
     ]
 
 
-def test_a_rank_that_is_not_told_follows_a_sibling_that_gave_up(start: Start) -> None:
-    """It could not make another step without it. It ends with status 0 as well: the group has left."""
+def test_a_rank_without_a_request_follows_a_sibling_that_gave_up(start: Start) -> None:
+    """It could make no further step without it.
+
+    It ends with status 0 as well, because the group has left.
+    """
     rank = start("made = drain(1000, 0, 2); made.before_vote(lambda: True); say('ready'); block()")
     sibling = start("made = drain(0.2, 1, 2); made.before_vote(lambda: True); say('ready'); block()")
     sibling.send_signal(signal.SIGTERM)

@@ -383,8 +383,8 @@ def run(world: World) -> None:
     assert healed(world)
 
 
-def test_what_was_queued_is_replayed_in_order(make: Callable[..., World]) -> None:
-    """The state is that of step 6, after the round that named the donor; each later update is applied once."""
+def test_the_queue_is_replayed_in_order(make: Callable[..., World]) -> None:
+    """The donor serves the state of step 6. Each later update is applied once."""
     world = make()
     world.on_round = lambda number: world.release.set() if number == 5 else None
     run(world)
@@ -398,7 +398,7 @@ def test_what_was_queued_is_replayed_in_order(make: Callable[..., World]) -> Non
 
 
 def test_a_holder_that_has_made_no_update_is_a_donor(make: Callable[..., World]) -> None:
-    """A group whose first state is not the others' heals from theirs, which is of step 0."""
+    """A group whose initial state differs heals from the state of step 0."""
     world = make()
     world.step, world.lineages = 0, {0: world.lineage}
     world.release.set()
@@ -409,7 +409,10 @@ def test_a_holder_that_has_made_no_update_is_a_donor(make: Callable[..., World])
 
 @pytest.mark.parametrize("config", [{}, {"semi_sync_method": "diloco", "sync_steps": 4}])
 def test_attempts_are_spaced_further_and_further_apart(make: Callable[..., World], config: dict[str, Any]) -> None:
-    """Each attempt asks another holder, and costs it a copy: the pauses are seconds, however long a round lasts."""
+    """Each attempt costs another holder a copy.
+
+    The pauses are seconds, even if a round lasts long.
+    """
     world = make(**config)
     world.release.set()
     world.fail = {1, 2, 3, 4, 5}
@@ -422,10 +425,10 @@ def test_attempts_are_spaced_further_and_further_apart(make: Callable[..., World
 
 
 def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., World]) -> None:
-    """What is queued in its place would make bytes that nobody else has: the attempt is given up, and says why.
+    """An update that the group missed makes its queue void.
 
-    An exchange worked for this group and broke for the others, which made the update again without it. The state comes
-    in the very round that shows so.
+    The attempt is given up with that reason. The exchange worked for this group and broke for the
+    others, who made the update again without it. The state arrives in the round that shows this.
     """
     world = make()
     world.broken = {2}
@@ -460,7 +463,10 @@ def hear_sibling(world: World, monkeypatch: pytest.MonkeyPatch, say: Callable[[]
 def test_a_state_counts_when_all_ranks_of_the_group_have_it(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that has its part goes on queueing until its sibling has its own: they load in the same round."""
+    """A rank that has its part goes on queueing until its sibling has its own.
+
+    Both load in the same round.
+    """
     world = make()
     world.release.set()
     hear_sibling(world, monkeypatch, lambda: Fetched.DONE if world.made >= 6 else Fetched.PENDING)
@@ -479,7 +485,9 @@ def test_a_state_counts_when_all_ranks_of_the_group_have_it(
 def test_a_fetch_that_fails_on_one_rank_is_given_up_by_all(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank whose own part is there asks the next donor with its sibling, and says why."""
+    """A rank that has its part asks the next donor together with its sibling, and reports the
+    reason.
+    """
     world = make()
     world.release.set()
     hear_sibling(world, monkeypatch, lambda: Fetched.DONE if world.named("heal_failed") else Fetched.FAILED)
@@ -491,7 +499,7 @@ def test_a_fetch_that_fails_on_one_rank_is_given_up_by_all(
 
 
 def test_bytes_that_nobody_agreed_on_are_not_kept(make: Callable[..., World]) -> None:
-    """Bytes that were corrupted after a donor's digest are replaced by one donor's alone, so that it can be left."""
+    """After wrong bytes, the next attempt has one donor only, so that a bad donor can be avoided."""
     world = make()
     world.release.set()
     world.corrupt = {0}
@@ -500,8 +508,8 @@ def test_bytes_that_nobody_agreed_on_are_not_kept(make: Callable[..., World]) ->
     assert world.position.corrupt is False
 
 
-def test_a_donor_that_is_lost_is_told_of(make: Callable[..., World]) -> None:
-    """The heal goes on with the others."""
+def test_a_lost_donor_is_reported(make: Callable[..., World]) -> None:
+    """The heal goes on with the other donors."""
     world = make()
     world.release.set()
     world.lose = {1: "it is gone"}
@@ -512,8 +520,11 @@ def test_a_donor_that_is_lost_is_told_of(make: Callable[..., World]) -> None:
     assert world.named("heal_failed") == []
 
 
-def test_a_donor_that_still_gives_is_named(make: Callable[..., World]) -> None:
-    """Another joiner is not sent to the only one that is left, where it would take the state from under this one."""
+def test_a_donor_that_still_serves_is_named(make: Callable[..., World]) -> None:
+    """Later joiners avoid the named donor.
+
+    Otherwise they could take the copy away from this group.
+    """
     world = make()
     world.lose = {0: "it is gone"}
     world.on_round = lambda number: world.release.set() if number == 20 else None
@@ -538,7 +549,7 @@ def test_a_donor_that_still_gives_is_named(make: Callable[..., World]) -> None:
 def test_the_queue_is_bounded_in_bytes(
     make: Callable[..., World], free: int | None, other: int, config: dict[str, float], most: int
 ) -> None:
-    """By the setting, or by the memory that is free; the rank of the group with the least room decides."""
+    """The setting or the free memory limits the queue. The rank with the least memory decides."""
     world = make(**config)
     world.free, world.others_see = free, [other]
     world.on_round = lambda number: world.release.set() if number == 20 else None
@@ -550,7 +561,7 @@ def test_the_queue_is_bounded_in_bytes(
 
 
 def test_without_knowledge_of_memory_nothing_is_bounded(make: Callable[..., World]) -> None:
-    """A machine that tells of no memory queues all."""
+    """A machine that reports no free memory queues without limit."""
     world = make()
     world.free = None
     world.on_round = lambda number: world.release.set() if number == 30 else None
@@ -566,7 +577,10 @@ def hurry(world: World, number: int, late: float) -> None:
 
 
 def test_a_newer_state_is_fetched_once_if_it_would_be_in_time(make: Callable[..., World]) -> None:
-    """What slowed the transfer down is over, so a newer one is tried; with its queue full as well the others wait."""
+    """The reason for the slow start is over, so a newer state is fetched.
+
+    When the queue is full again, the others wait.
+    """
     world = make(catch_up_max_gb=4.5 / 2**10)
 
     def go(number: int) -> None:
@@ -590,7 +604,10 @@ def test_a_newer_state_is_fetched_once_if_it_would_be_in_time(make: Callable[...
 def test_a_newer_state_that_would_be_late_is_not_fetched(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, late: float, other: int
 ) -> None:
-    """At the pace of late the queue would be full before its end, on some rank: the others wait at once."""
+    """At the latest pace, the queue of one rank would be full too early.
+
+    So the others wait at once.
+    """
     world = make(catch_up_max_gb=4.5 / 2**10)
 
     def go(number: int) -> None:
@@ -614,7 +631,7 @@ def test_a_newer_state_that_would_be_late_is_not_fetched(
 
 
 def test_a_state_that_is_there_is_kept(make: Callable[..., World]) -> None:
-    """It comes in the round that fills the queue: it may be the last one there is."""
+    """The state arrives in the round that fills the queue. It may be the last one there is."""
     world = make(catch_up_max_gb=4.5 / 2**10)
 
     def go(number: int) -> None:
@@ -635,7 +652,9 @@ def test_a_state_that_is_there_is_kept(make: Callable[..., World]) -> None:
 def test_a_slow_replay_lets_the_others_wait(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, replay: float, steps_of_round: int, slow: bool
 ) -> None:
-    """Replays that take longer than the others' updates would make each of these wait for two of them, unsaid."""
+    """If replays take longer than updates, the others would wait for two replays in each step,
+    unreported.
+    """
     world = make(**({"semi_sync_method": "diloco", "sync_steps": steps_of_round} if steps_of_round > 1 else {}))
     world.quorum_ready, world.step_seconds = True, 1.0
     now, steps, plain = [0.0], [], world._apply
@@ -665,7 +684,7 @@ def test_a_slow_replay_lets_the_others_wait(
 
 
 def test_the_last_holder_dies(make: Callable[..., World]) -> None:
-    """What is queued is replayed all the same, and this group holds the job's latest state then."""
+    """The queue is replayed nevertheless. Then this group holds the job's latest state."""
     world = make()
 
     def die(number: int) -> None:
@@ -681,7 +700,10 @@ def test_the_last_holder_dies(make: Callable[..., World]) -> None:
 
 
 def test_an_older_state_is_what_is_left(make: Callable[..., World]) -> None:
-    """The holders die before anything is fetched: after a while this group goes on from the state that it has."""
+    """The holders die before the fetch ends.
+
+    After a while this group goes on from its own state.
+    """
     world = make()
     world.ledger.readers = ((0, 1.0), (1, 1.0))
     world.fail = {1}
@@ -705,7 +727,7 @@ def test_an_older_state_is_what_is_left(make: Callable[..., World]) -> None:
 
 
 def test_without_any_state_the_job_is_lost(make: Callable[..., World]) -> None:
-    """The only holders are gone before a fetch could end, and this group has nothing to go on from."""
+    """The only holders die before the fetch ends, and this group has no state of its own."""
     world = make()
     world.fail = {1}
 
@@ -719,8 +741,8 @@ def test_without_any_state_the_job_is_lost(make: Callable[..., World]) -> None:
         world.heal.run()
 
 
-def test_told_to_leave_it_leaves(make: Callable[..., World]) -> None:
-    """It has nothing that the others need."""
+def test_a_leave_request_ends_the_heal(make: Callable[..., World]) -> None:
+    """The others need nothing from this group."""
     world = make()
     world.on_round = lambda number: world.position.leave() if number == 3 else None
     with pytest.raises(Leaving):
@@ -737,7 +759,7 @@ def rounds(make: Callable[..., World]) -> World:
 
 
 def test_the_state_comes_while_the_others_train_their_round(make: Callable[..., World]) -> None:
-    """Then the group trains as well: it sits in no further round."""
+    """The group trains at once. It makes no further round without training."""
     world = rounds(make)
     world.on_pause = lambda number: world.release.set() if number == 3 else None
     run(world)
@@ -746,10 +768,10 @@ def test_the_state_comes_while_the_others_train_their_round(make: Callable[..., 
 
 
 @pytest.mark.parametrize(("lost", "named"), [((), 0), ((0,), 1), ((1,), 0), ((0, 1), 0)])
-def test_a_named_donor_is_one_that_gives_to_all_ranks(
+def test_the_name_stays_if_each_donor_is_lost_to_some_rank(
     make: Callable[..., World], lost: tuple[int, ...], named: int
 ) -> None:
-    """If each donor is lost to some rank, the name stays. It would go to and fro, and with it the others' choice."""
+    """Otherwise the name would change again and again, and with it the choice of later joiners."""
     world = make()
     world.heal._go(Healing().take(Offer((0, 1), 5, 1, 0), 2))
     first = [world.heal._healing.donor]
@@ -770,8 +792,8 @@ def mid_round(make: Callable[..., World]) -> World:
     return world
 
 
-def test_who_comes_in_mid_round_gets_the_state_at_once(make: Callable[..., World]) -> None:
-    """It makes no exchange for that: nobody is there to make one with."""
+def test_a_newcomer_during_a_round_gets_the_state_at_once(make: Callable[..., World]) -> None:
+    """It makes no exchange for that, because no other group is there."""
     world = mid_round(make)
     assert world.heal.await_offer(4)
     assert world.position.seen_step == 5, "should its holder die now, the state is lost, and not begun anew"
@@ -784,7 +806,7 @@ def test_who_comes_in_mid_round_gets_the_state_at_once(make: Callable[..., World
 
 
 def test_no_offer_is_waited_for_when_the_others_are_there(make: Callable[..., World]) -> None:
-    """Who hears of none learns from the quorum where the others are, and where its donor is."""
+    """A group without an offer learns the others' step, and its donor, from the quorum."""
     world = mid_round(make)
     world.offers = False
     world.on_pause = lambda number: setattr(world, "quorum_ready", number == 3)
@@ -797,7 +819,7 @@ def test_no_offer_is_waited_for_when_the_others_are_there(make: Callable[..., Wo
 
 
 def test_an_offer_that_comes_late_is_followed_by_a_replay(make: Callable[..., World]) -> None:
-    """The others are at the end of their round before the state is there: their update is queued."""
+    """The others finish their round before the state is there. Their update is queued."""
     world = mid_round(make)
 
     def come(number: int) -> None:
@@ -814,7 +836,10 @@ def test_an_offer_that_comes_late_is_followed_by_a_replay(make: Callable[..., Wo
 
 
 def test_an_offer_of_other_bytes_is_not_kept(make: Callable[..., World]) -> None:
-    """A bit has flipped since the holders compared theirs: another one's is taken."""
+    """A bit has flipped since the holders compared their bytes.
+
+    The state of another holder is fetched.
+    """
     world = mid_round(make)
     world.corrupt = {0}
     world.release.set()
@@ -825,7 +850,7 @@ def test_an_offer_of_other_bytes_is_not_kept(make: Callable[..., World]) -> None
 def test_an_offer_of_a_group_that_is_gone_is_followed_by_another(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the search and the fetch."""
+    """The group died between the search and the fetch."""
     world = mid_round(make)
     world.release.set()
 
@@ -844,7 +869,7 @@ def test_an_offer_of_a_group_that_is_gone_is_followed_by_another(
 
 
 def test_a_newcomer_is_back_with_the_first_update(make: Callable[..., World]) -> None:
-    """It has the state before the round in which the others find out about it, and that round's update."""
+    """It has the state before its first round, and the update of that round."""
     world = make()
     world.milliseconds, world.step_lasts = 40_000, True
     world.release.set()
@@ -864,7 +889,10 @@ def before_a_quorum(make: Callable[..., World], **config: Any) -> World:
 
 
 def test_a_newcomer_has_the_state_before_there_is_a_quorum(make: Callable[..., World]) -> None:
-    """The others' exchange breaks, and is made again from the same state: it is back with the update of that one."""
+    """The others' exchange breaks, and is repeated from the same state.
+
+    The newcomer is back with its update.
+    """
     world = before_a_quorum(make)
     assert world.heal.await_offer(0)
     assert world.position.seen_step == 5, "should its holders die now, the state is lost, and not begun anew"
@@ -878,7 +906,10 @@ def test_a_newcomer_has_the_state_before_there_is_a_quorum(make: Callable[..., W
 
 
 def test_a_state_that_takes_longer_than_the_quorum_holds_nobody_up(make: Callable[..., World]) -> None:
-    """They are at their exchange already; its update is queued, and all that come until the state is there."""
+    """The others are at their exchange.
+
+    Its update is queued, and so are later ones, until the state is there.
+    """
     world = before_a_quorum(make)
     world.on_pause = lambda number: setattr(world, "quorum_ready", number > 2)
     world.on_round = lambda number: world.release.set() if number == 3 else None
@@ -888,7 +919,10 @@ def test_a_state_that_takes_longer_than_the_quorum_holds_nobody_up(make: Callabl
 
 
 def test_a_state_that_the_others_went_on_from_without_it_is_given_up(make: Callable[..., World]) -> None:
-    """They had what they needed of its former process: the update was made, and the newcomer has not got it."""
+    """The exchange had the part of the former process, so the others made the update.
+
+    The newcomer lacks it.
+    """
     world = before_a_quorum(make)
 
     def go_on(number: int) -> None:
@@ -907,7 +941,10 @@ def test_a_state_that_the_others_went_on_from_without_it_is_given_up(make: Calla
 def test_the_step_of_the_others_began_before_the_quorum(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lone group admits a joiner in the midst of a step: the joiner's time for the load ends with that step."""
+    """A lone group admits a joiner during a step.
+
+    The joiner's time for the load ends with that step.
+    """
     pace = make().heal._pace
     monkeypatch.setattr("titan_ft.engine.heal.time", SimpleNamespace(monotonic=lambda: 100.0))
     pace.note_step()
@@ -920,7 +957,10 @@ def test_the_step_of_the_others_began_before_the_quorum(
 def test_a_state_that_comes_with_the_quorum_is_loaded_before_the_exchange_if_that_is_worth_it(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, load_seconds: float, at_once: bool
 ) -> None:
-    """Two others are at it and wait for as long: all together they lose less than a step of one group, or it waits."""
+    """Two others wait during the load.
+
+    It is made now only if they lose less than one group's step.
+    """
     world = before_a_quorum(make)
     world.milliseconds = 1000
     world.load_seconds = load_seconds
@@ -942,7 +982,7 @@ def test_a_state_that_comes_with_the_quorum_is_loaded_before_the_exchange_if_tha
 
 
 def test_a_quorum_of_those_that_hold_less_says_nothing_of_the_state(make: Callable[..., World]) -> None:
-    """The one that it comes from is not in it: it is gone, and what it gave is what is left."""
+    """The donor is outside of the quorum, because it died. Its state is the latest one left."""
     world = before_a_quorum(make)
 
     def come(number: int) -> None:
@@ -961,7 +1001,7 @@ def test_a_quorum_of_those_that_hold_less_says_nothing_of_the_state(make: Callab
 
 
 def test_a_newcomer_whose_donors_are_lost_before_the_quorum_asks_again(make: Callable[..., World]) -> None:
-    """One of those that offer the state gives all of it."""
+    """After a failure one donor serves the whole state."""
     world = before_a_quorum(make)
     world.fail = {1}
     world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "quorum_ready", True)
@@ -977,10 +1017,10 @@ def without_offer(make: Callable[..., World]) -> World:
 
 
 @pytest.mark.parametrize("surround", [rounds, without_offer, before_a_quorum])
-def test_a_joiner_that_is_told_to_leave_leaves(
+def test_a_joiner_with_a_leave_request_leaves(
     make: Callable[..., World], surround: Callable[[Callable[..., World]], World]
 ) -> None:
-    """It has nothing to finish, whether it fetches, waits for an offer or waits for a quorum."""
+    """It has nothing to finish while it fetches, waits for an offer, or waits for a quorum."""
     world = surround(make)
     world.on_pause = lambda number: setattr(world, "leave_requested", True)
     with pytest.raises(Leaving):
@@ -990,7 +1030,7 @@ def test_a_joiner_that_is_told_to_leave_leaves(
 
 
 def test_a_newcomer_whose_state_takes_longer_queues_updates(make: Callable[..., World]) -> None:
-    """Its bytes are held against what the first round that worked showed."""
+    """Its bytes are compared with the digest of the first round that worked."""
     world = make()
     world.broken = {1}
     world.on_round = lambda number: world.release.set() if number == 5 else None
@@ -1003,7 +1043,10 @@ def test_a_newcomer_whose_state_takes_longer_queues_updates(make: Callable[..., 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_state_of_another_lineage_is_not_kept(make: Callable[..., World], at_once: bool) -> None:
-    """Those that offered it go back from it; the round shows the job's, and all that hold that may give it."""
+    """The groups that offered it go back from it.
+
+    The round shows the job's state and its holders.
+    """
     world = make()
     world.lineages[5] = 99
     world.offered = Offer((0, 1), 5, 99, 0)
@@ -1024,7 +1067,7 @@ def test_a_state_of_another_lineage_is_not_kept(make: Callable[..., World], at_o
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_bytes_that_the_first_round_does_not_show_are_not_kept(make: Callable[..., World], at_once: bool) -> None:
-    """They were corrupted since; as all that is not confirmed, the state is no claim to the job's."""
+    """The bytes changed after the offer. An unconfirmed state gives no claim to the job's state."""
     world = make()
     world.milliseconds, world.step_lasts = 40_000 if at_once else 0, at_once
     world.corrupt = {1}
@@ -1050,7 +1093,7 @@ def test_bytes_that_the_first_round_does_not_show_are_not_kept(make: Callable[..
 def test_a_newcomer_pauses_between_searches_in_a_step(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, leads: bool
 ) -> None:
-    """Its quorum is there, so that a wait for the quorum would be none, and would keep a core busy for a step."""
+    """The quorum is ready, so a wait for it would return at once and keep a core busy."""
     world = make()
     world.leads = leads
     seconds: list[float] = []
@@ -1076,7 +1119,7 @@ def test_a_newcomer_pauses_between_searches_in_a_step(
 
 
 def test_ranks_of_a_newcomer_ask_together_or_not_at_all(make: Callable[..., World]) -> None:
-    """One of them has not come to the others: the exchange will break."""
+    """One rank could not reach the others, so the exchange will break."""
     world = make()
     meet = world.get_quorum
 
@@ -1090,7 +1133,7 @@ def test_ranks_of_a_newcomer_ask_together_or_not_at_all(make: Callable[..., Worl
 
 
 def test_the_last_holders_state_is_kept_though_no_round_confirms_it(make: Callable[..., World]) -> None:
-    """They are gone before they have shown anything: what has come of theirs is all that is left."""
+    """The holders die before they show a digest. The fetched state is the latest one left."""
     world = make()
     world.milliseconds, world.step_lasts = 40_000, True
     world.release.set()
@@ -1105,8 +1148,8 @@ def test_the_last_holders_state_is_kept_though_no_round_confirms_it(make: Callab
     assert (world.position.step, world.position.lineage, world.value) == (5, 55, value_after(5))
 
 
-def test_who_has_met_the_others_asks_when_its_row_has_asked(make: Callable[..., World]) -> None:
-    """They know this group, and show no digests in a round before it lacks the state: what it has would be void."""
+def test_a_group_that_the_others_know_asks_only_after_its_row_has_asked(make: Callable[..., World]) -> None:
+    """The others show digests only after a row asks. A state fetched before that would be void."""
     world = make()
     world.release.set()
     world.heal.run()

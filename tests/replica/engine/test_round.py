@@ -184,11 +184,14 @@ def world() -> World:
 
 @pytest.mark.parametrize("config", [{}, {"semi_sync_method": "diloco", "digest_every": 0}])
 @pytest.mark.parametrize("meets", [False, True])
-def test_a_group_that_is_told_to_leave_waits_for_others_for_a_part_of_its_time(
+def test_a_group_that_leaves_waits_for_others_for_a_part_of_its_time(
     config: dict[str, Any],
     meets: bool,
 ) -> None:
-    """Another group hangs and heartbeats, or is in a long round: nobody gets a quorum. It leaves without a vote."""
+    """Another group hangs, or is in a long round, so no group gets a quorum.
+
+    The group leaves without a vote.
+    """
     world = World(**config)
     world.quorum_ready, world.urgent_after = False, 3
     with pytest.raises(Leaving):
@@ -198,8 +201,8 @@ def test_a_group_that_is_told_to_leave_waits_for_others_for_a_part_of_its_time(
     assert not world.votes
 
 
-def test_a_group_that_is_told_to_leave_takes_a_quorum_that_is_there() -> None:
-    """The others count on it."""
+def test_a_group_that_leaves_takes_a_quorum_that_is_ready() -> None:
+    """The others rely on this group."""
     world = World()
     world.urgent_after = 0
     assert isinstance(world.rounds.make(GIVEN), Round)
@@ -225,7 +228,7 @@ def test_the_exchange_knows_whether_an_update_may_follow(
     use: GradientUse,
     due: bool,
 ) -> None:
-    """Sums that nobody would use do not travel."""
+    """Sums that no group would use do not travel."""
     world = World(semi_sync_method="diloco", digest_every=0)
     world.rounds.make(made, use)
     assert world.may_update is due
@@ -279,7 +282,10 @@ def test_a_group_leaves_when_the_others_have_read_that_it_does(
     standing: Standing,
     may_leave: bool,
 ) -> None:
-    """Before each vote the rank says whether it may; that it was told is looked at again then."""
+    """Before each vote, the rank reports whether it may leave.
+
+    A request that comes later counts at the next vote.
+    """
     world.requested, world.error, world.is_urgent = requested, error, urgent
     world.other = dataclasses.replace(OTHER, leaving=others_leave)
     world.position.standing = standing
@@ -287,8 +293,8 @@ def test_a_group_leaves_when_the_others_have_read_that_it_does(
     assert world.may_leave is may_leave
 
 
-def test_who_of_the_last_round_lives(world: World) -> None:
-    """Members of it, not whoever has its slot now: the lighthouse's page is asked about those."""
+def test_find_living_asks_for_members_of_the_last_round(world: World) -> None:
+    """A new process that has the slot of a former member does not count."""
     assert world.rounds.find_living([0, 1, 2]) == {0, 1}
     assert world.rounds.find_living([1]) == {1}
     world.living = [0]
@@ -297,8 +303,8 @@ def test_who_of_the_last_round_lives(world: World) -> None:
     assert world.rounds.find_living([0, 1]) == set()
 
 
-def test_a_rank_sees_who_wants_something_of_it() -> None:
-    """A joiner, the others, whoever tells it to leave."""
+def test_signs_of_a_rank() -> None:
+    """A joiner waits, the others wait, or the group is to leave."""
     world = World(semi_sync_method="diloco", digest_every=0)
     world.quorum_ready, world.wanted, world.requested = False, False, False
     assert world.rounds.signs == Sign(0)
@@ -332,13 +338,13 @@ def test_a_rank_sees_who_wants_something_of_it() -> None:
         ),  # gradients, of which the next digest tells
     ],
 )
-def test_bytes_are_shown_with_the_change_that_was_measured_from_them(
+def test_digests_are_shown_at_the_end_of_a_round_of_several_steps(
     contribution: Contribution,
     use: GradientUse,
     config: dict[str, Any],
     digests: int,
 ) -> None:
-    """At the end of a round of several steps, for an anchor in which a bit flipped would be in the update of all."""
+    """A flipped bit of an anchor would be in the change, and so in every group's update."""
     world = World(**{"semi_sync_method": "diloco", **config})
     world.rounds.make(use=GradientUse.OPEN)  # where the members met for the first time
     world.position.digest, world.digests = 3, 0
@@ -349,8 +355,11 @@ def test_bytes_are_shown_with_the_change_that_was_measured_from_them(
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_newcomer_is_shown_the_bytes_where_no_update_follows(early: bool) -> None:
-    """Before the end of a round of several steps; at its end, in the round behind it: nobody need replay this one."""
+def test_digests_for_a_newcomer_are_taken_where_no_update_follows(early: bool) -> None:
+    """At the end of a round, the digest is taken in the next one.
+
+    Otherwise the newcomer would replay this update.
+    """
     world = World(semi_sync_method="diloco", digest_every=0)
     world.rounds.make(dataclasses.replace(GIVEN, unfinished=early))
     assert world.digests == early
@@ -362,7 +371,7 @@ def test_lines_of_the_log_name_what_the_groups_count(
     unit: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With a semi-synchronous method torchtitan's step of that number is another one."""
+    """With a semi-synchronous method, torchtitan's step of the same number is another one."""
     world = World(semi_sync_method=method)
     world.error = ExchangeError("a peer died")
     world.rounds.make(GIVEN)
@@ -375,7 +384,7 @@ def test_lines_of_the_log_name_what_the_groups_count(
 
 
 def test_contributions_add_up() -> None:
-    """Microbatches of another slot add to the sums; the largest loss and the entries are those of both."""
+    """Microbatches of another slot are added to the sums. The larger loss and all entries count."""
     more = Contribution(10, 20, 0.25, 0.9, 0.5, (Entry(1, 0, 1, b""),))
     assert GIVEN.plus(more) == Contribution(
         100,
@@ -406,7 +415,10 @@ def test_the_row_says_what_is_done_with_the_gradients(
     sends: bool,
     facts: dict[str, Any],
 ) -> None:
-    """A group that keeps its gradients back shows what they weigh; one that leaves them out weighs nothing."""
+    """A group that holds its gradients back shows their weight.
+
+    One that leaves them out weighs nothing.
+    """
     made = world.rounds.make(GIVEN, use)
     usual = Row(
         0,
@@ -441,7 +453,9 @@ def test_without_a_contribution_nothing_is_given(
     nothing: Contribution,
     use: GradientUse,
 ) -> None:
-    """A group that heals, waits or has an empty share gives no gradient and no entries, and keeps none back."""
+    """A group that heals, waits or has an empty share gives no gradient and no entries, and holds
+    none back.
+    """
     world.rounds.make(nothing, use)
     assert world.contributed is False
     assert world.row is not None
@@ -459,7 +473,10 @@ def test_a_group_that_is_behind_adds_nothing(
     max_step: int,
     behind: bool,
 ) -> None:
-    """One update more may be that of a broken exchange; more than that, or any before the start, voids the claim."""
+    """One update more may be that of a broken exchange.
+
+    Two more, or any before the start, void the claim.
+    """
     world.position.training, world.max_step = training, max_step
     world.rounds.make(GIVEN)
     assert world.contributed is not behind
@@ -470,7 +487,10 @@ def test_a_group_that_is_behind_adds_nothing(
 
 
 def test_a_broken_exchange_is_voted_down(world: World) -> None:
-    """All ranks of the group repeat it; nothing of it is taken in, and no joiner is served from it."""
+    """All ranks of the group repeat it.
+
+    Its rows are not taken in, and no joiner is served from it.
+    """
     world.error = ExchangeError("a peer is gone")
     assert world.rounds.make(GIVEN) == Broken("a peer is gone", gave_nonfinite=False)
     assert world.votes == [False]
@@ -479,7 +499,10 @@ def test_a_broken_exchange_is_voted_down(world: World) -> None:
 
 
 def test_a_sibling_s_no_counts(world: World) -> None:
-    """The exchange was complete here and broke on another rank of the group: for all of them it is broken."""
+    """The exchange worked here and broke on another rank of the group.
+
+    So it is broken for all of them.
+    """
     world.sibling_agrees = False
     assert world.rounds.make(GIVEN) == Broken(
         "broke on another rank of this group",
@@ -490,7 +513,7 @@ def test_a_sibling_s_no_counts(world: World) -> None:
 
 
 def test_gradients_that_are_not_finite_are_voted_down(world: World) -> None:
-    """By those who gave them, and by those who only read the rows."""
+    """The rank that gave them votes no, and so do the ranks that only read the rows."""
     world.finite = False
     assert world.rounds.make(GIVEN) == Broken(
         "the gradients of groups [0] are not finite",
@@ -507,8 +530,8 @@ def test_gradients_that_are_not_finite_are_voted_down(world: World) -> None:
     assert world.position.broken_rounds == 0
 
 
-def test_the_quorum_is_asked_for_once_with_the_step_that_is_held(world: World) -> None:
-    """Asked for at the commit or not, a round has one request; a group that leaves makes none."""
+def test_the_quorum_is_requested_once_with_the_own_step(world: World) -> None:
+    """Each round has one request, made at the commit or later. A group that leaves makes none."""
     world.asked_with.clear()
     world.rounds.request_quorum()
     world.rounds.make(GIVEN)
@@ -522,8 +545,11 @@ def test_the_quorum_is_asked_for_once_with_the_step_that_is_held(world: World) -
     assert world.asked_with == [7, 8, 8]
 
 
-def test_a_quorum_asked_for_ahead_is_needed_after_the_step() -> None:
-    """A lone group's quorum may grow while it computes. A round of several steps would keep a joiner waiting."""
+def test_a_quorum_requested_ahead_is_needed_after_the_step() -> None:
+    """The quorum of a lone group may grow while it computes.
+
+    In a round of several steps, a joiner would wait too long.
+    """
     for config, needed in (({}, False), ({"semi_sync_method": "diloco"}, True)):
         world = World(**config)
         world.rounds.request_quorum(ahead=True)
@@ -536,7 +562,7 @@ def test_a_quorum_asked_for_ahead_is_needed_after_the_step() -> None:
 
 
 def test_the_digest_is_taken_when_a_joiner_may_fetch_the_state(world: World) -> None:
-    """For a newcomer, and for a member that has asked for the state; else a round costs no digest."""
+    """For a newcomer, and for a member that asks for the state. Other rounds cost no digest."""
     world.rounds.make(GIVEN)
     assert world.digests == 0
     world.other = Row(1, Standing.BEHIND, 0)
@@ -562,7 +588,10 @@ def test_the_digest_is_taken_when_a_joiner_may_fetch_the_state(world: World) -> 
 
 
 def test_a_state_is_offered_while_no_update_is_made(world: World) -> None:
-    """From the first such round on, also before the job's first step; once, for it stays the same."""
+    """The offer starts with the first such round, also before the job's first step.
+
+    It is made once.
+    """
     world.other = dataclasses.replace(OTHER, valid_tokens=0)
     for _ in range(2):
         world.rounds.make()
@@ -570,13 +599,13 @@ def test_a_state_is_offered_while_no_update_is_made(world: World) -> None:
 
 
 def test_an_update_is_followed_by_the_offer_of_its_state(world: World) -> None:
-    """That comes when the update is applied, and not before."""
+    """The new state is offered after the update is applied, and not before."""
     world.rounds.make(GIVEN)
     assert world.offered == []
 
 
 def test_a_group_that_may_not_offer_its_state_takes_it_back(world: World) -> None:
-    """It has not begun, and beside it another one has; or the others' state is another one."""
+    """Other groups have started and this one has not, or they have another state."""
     world.other = dataclasses.replace(OTHER, valid_tokens=0)
     world.rounds.make()
     assert world.offers == 7
@@ -608,9 +637,9 @@ def test_in_a_round_of_several_steps_compared_bytes_are_offered(
     offers: bool,
     copies: bool,
 ) -> None:
-    """From then on the groups make steps, and what they agree on stays as it is.
+    """The agreed state stays unchanged while the groups make local steps.
 
-    For a member that asks they are copied at once: the next moment for that is after a step.
+    For a member that asks, it is copied at once: the next chance comes only after a step.
     """
     world, digest = World(semi_sync_method="diloco", digest_every=1), fold48(str([fold48("bytes")]))
     world.position.note_digest(digest)
@@ -620,7 +649,10 @@ def test_in_a_round_of_several_steps_compared_bytes_are_offered(
 
 
 def test_a_group_that_waits_for_others_offers_what_it_has_compared() -> None:
-    """Nobody makes an update before they are back: they are to get the state from it."""
+    """No group makes an update before the missing groups are back.
+
+    They must be able to get the state.
+    """
     world, digest = (
         World(semi_sync_method="diloco", digest_every=1, min_replica_size=3),
         fold48(str([fold48("bytes")])),

@@ -120,7 +120,10 @@ class Round:
 
 
 def test_a_round_is_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quorum is asked for before the last one; what all of them changed weighs their tokens; seconds are of one."""
+    """The quorum is requested before the last step.
+
+    The change is weighted by the tokens of all steps; the seconds are those of one step.
+    """
     made = (this := Round(monkeypatch)).train()
     assert this.steps == [9, 10, 11, 12]
     assert (this.asked_at, this.changes, this.lr_steps) == ([3], [{0: 4 * TOKENS / 100}], [8])
@@ -133,7 +136,10 @@ def test_a_round_is_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_that_is_awaited_breaks_off_and_trains_on_if_it_was_too_soon(
     monkeypatch: pytest.MonkeyPatch, made: int
 ) -> None:
-    """It says that steps are left; the rest of them follow on those that it has made, which count as well."""
+    """It reports that steps are left.
+
+    If no update follows, it makes the remaining ones, and the first ones count as well.
+    """
     this = Round(monkeypatch, early=True, awaited=made)
     first = this.train()
     assert (first.unfinished, first.valid_tokens, len(this.steps)) == (True, made * TOKENS, made)
@@ -147,7 +153,7 @@ def test_a_group_that_is_awaited_breaks_off_and_trains_on_if_it_was_too_soon(
 
 
 def test_a_group_that_came_late_has_steps_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives nothing for the others' update; if they are gone it makes the round itself."""
+    """It gives nothing to the others' update. If the others are gone, it makes the round itself."""
     this = Round(monkeypatch)
     this.strategy._exchanges_at_once = True
     assert this.train() == Contribution(unfinished=True)
@@ -155,8 +161,10 @@ def test_a_group_that_came_late_has_steps_left(monkeypatch: pytest.MonkeyPatch) 
     assert len(this.steps) == 4
 
 
-def test_a_group_that_came_late_gives_what_it_has_of_former_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fragments it has come some way with this one, though it has made no step of this round."""
+def test_a_group_that_came_late_gives_its_changes_of_earlier_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fragments, it has moved since the fragment's last exchange, even without a step in this
+    round.
+    """
     this = Round(monkeypatch, sync_steps=8, num_fragments=2)
     this.strategy._exchanges_at_once, this.strategy._trained = True, [30, 20]
     made = this.train()
@@ -165,16 +173,22 @@ def test_a_group_that_came_late_gives_what_it_has_of_former_rounds(monkeypatch: 
     assert this.changes == this.given == [{0: 0.3}]
 
 
-def test_a_group_that_is_awaited_at_once_gives_what_it_has_of_former_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has asked before its first step, and the others are there already: what it does not give is overwritten."""
+def test_a_group_that_is_awaited_at_once_gives_its_changes_of_earlier_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are there before its first step.
+
+    A change that it does not give would be overwritten.
+    """
     this = Round(monkeypatch, early=True, awaited=0, sync_steps=8, num_fragments=2)
     this.strategy._trained = [30, 20]
     assert this.train() == Contribution(unfinished=True, has_earlier_changes=True)
     assert (this.steps, this.changes, this.given) == ([], [{0: 0.3}], [{0: 0.3}])
 
 
-def test_a_group_that_came_late_gives_the_batches_of_what_it_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tokens weigh in its change: in no update, they would be trained a second time."""
+def test_a_group_that_came_late_gives_the_batches_of_steps_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens are in the weight of its change.
+
+    Without the batches, they would be trained twice.
+    """
     this = Round(monkeypatch, fragment_sync_delay=2)
     this.train()
     strategy = this.strategy
@@ -190,7 +204,7 @@ def test_a_group_that_came_late_gives_the_batches_of_what_it_made_ahead(monkeypa
 
 
 def test_a_round_without_more_data_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its update ends the data; the next round finds none."""
+    """Its update ends the data. The next round finds none."""
     made = (this := Round(monkeypatch, data=2, fragment_sync_delay=2)).train()
     assert (made.unfinished, made.valid_tokens) == (False, 2 * TOKENS)
     assert not this.sent
@@ -202,7 +216,10 @@ def test_a_round_without_more_data_is_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_fragments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each weighs the tokens since its own last exchange. The last round has all, for nothing follows."""
+    """Each fragment is weighted by the tokens since its last exchange.
+
+    The last round exchanges all of them.
+    """
     this = Round(monkeypatch, sync_steps=12, num_fragments=3, last=17)
     assert [this.strategy._fragments_of(update) for update in range(1, 6)] == [[0], [1], [2], [0], [0, 1, 2]]
     this.strategy._trained = [10, 20, 30]
@@ -211,7 +228,10 @@ def test_fragments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_are_made_while_the_exchange_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the next round, whose batches follow on those that are not committed yet; what is sent has none of them."""
+    """These are steps of the next round.
+
+    Their batches follow the uncommitted ones, and are not in the exchange.
+    """
     this = Round(monkeypatch, fragment_sync_delay=2)
     made = this.train()
     assert this.sent == [(4, made)]
@@ -233,8 +253,8 @@ def test_steps_are_made_while_the_exchange_is_under_way(monkeypatch: pytest.Monk
     assert this.lr_steps == [8, 14]
 
 
-def test_who_is_told_to_leave_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be void, and take of the time that it has for the exchange."""
+def test_a_group_that_leaves_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These steps would be void, and take time from the exchange."""
     this = Round(monkeypatch, fragment_sync_delay=3)
     this.told = True
     this.train()
@@ -253,10 +273,13 @@ def test_who_is_told_to_leave_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPat
         (8.0, 0.63, True, 1, ""),  # three quarters of it would be over behind another step
     ],
 )
-def test_who_is_told_to_leave_finishes_the_round_if_there_is_time(
+def test_a_group_that_leaves_finishes_the_round_if_there_is_time(
     monkeypatch: pytest.MonkeyPatch, timeout: float, spent: float, early: bool, steps: int, broken_off: str
 ) -> None:
-    """It has half of the time since it was told for its own steps, three quarters where it only waits for others."""
+    """Half of the time is for local steps.
+
+    Up to three quarters may pass while it only waits for others.
+    """
     this = Round(monkeypatch, early=early, drain_timeout_seconds=timeout)
     this.told, this.spent = True, spent
     make = this._make_step
@@ -280,12 +303,13 @@ BROKEN_OFF = "3 steps of the round were left, too many for drain_timeout_seconds
 
 
 @pytest.mark.parametrize("they_come", [True, False])
-def test_who_leaves_with_a_state_that_is_not_saved_meets_the_others(
+def test_a_group_that_leaves_with_an_unsaved_state_meets_the_others(
     monkeypatch: pytest.MonkeyPatch, they_come: bool
 ) -> None:
-    """If they leave as well, one of them saves it; if they are at the end of their round, they get its steps.
+    """If the others leave as well, one of them saves.
 
-    Half of its time it waits for them and makes no step: the other half is for the save.
+    If they are at the end of their round, they get the steps of this group. It waits for half of
+    its time, without further steps. The other half is for the save.
     """
     this = Round(monkeypatch, drain_timeout_seconds=5.9)
     this.told = this.lacks = True
@@ -310,10 +334,8 @@ def test_who_leaves_with_a_state_that_is_not_saved_meets_the_others(
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
-def test_who_saves_in_the_midst_of_its_round_has_the_model_of_the_last_update(
-    monkeypatch: pytest.MonkeyPatch, spoiled: bool
-) -> None:
-    """With torchtitan's step and LR behind it; and no moments with which the job could not go on."""
+def test_a_save_during_a_round_has_the_model_of_the_last_update(monkeypatch: pytest.MonkeyPatch, spoiled: bool) -> None:
+    """It also has that update's step and LR. Moments that are not finite are dropped."""
     this, done = Round(monkeypatch), list[str]()
     vars(this.strategy).update(
         outer=SimpleNamespace(restore_model=lambda: done.append("restore")),
@@ -325,8 +347,8 @@ def test_who_saves_in_the_midst_of_its_round_has_the_model_of_the_last_update(
     assert (this.training.step, this.lr_steps) == (8, [8])
 
 
-def test_who_is_overdue_is_not_asked_for_the_rest_of_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline that is over with a step lets it ask; from then on it only waits for the others."""
+def test_an_overdue_group_need_not_finish_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the deadline it requests the quorum. From then on it only waits for the others."""
     this = Round(monkeypatch, sync_deadline_seconds=1.0, awaited=2, drain_timeout_seconds=3.0)
     this.told = True
     assert not this.train().unfinished
@@ -335,7 +357,7 @@ def test_who_is_overdue_is_not_asked_for_the_rest_of_its_round(monkeypatch: pyte
 
 @pytest.mark.parametrize("wanted", [2, 5])
 def test_a_joiner_is_served_between_two_steps(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
-    """Also between two that are made while the exchange is under way."""
+    """Also between two steps that are made while the exchange is under way."""
     this = Round(monkeypatch, fragment_sync_delay=3)
     this.wanted = wanted
     this.train()
@@ -343,8 +365,8 @@ def test_a_joiner_is_served_between_two_steps(monkeypatch: pytest.MonkeyPatch, w
 
 
 @pytest.mark.parametrize(("last", "steps"), [(13, 5), (12, 4)])
-def test_no_step_is_made_behind_the_last_round(monkeypatch: pytest.MonkeyPatch, last: int, steps: int) -> None:
-    """A next round may be shorter than the delay; behind the last one there is none."""
+def test_no_step_is_made_after_the_last_round(monkeypatch: pytest.MonkeyPatch, last: int, steps: int) -> None:
+    """The last round may be shorter than the delay. After it there are no steps."""
     this = Round(monkeypatch, fragment_sync_delay=3, last=last)
     this.train()
     assert len(this.steps) == steps
@@ -352,22 +374,25 @@ def test_no_step_is_made_behind_the_last_round(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_group_that_is_awaited_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its round may not be over: the others may only have met for one that heals."""
+    """Its round may not be over: the others may have met only for a group that heals."""
     this = Round(monkeypatch, early=True, awaited=2, fragment_sync_delay=2)
     assert this.train().unfinished
     assert not this.sent
 
 
-def test_who_is_slow_asks_at_the_deadline_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the others are there; what it has then is all that it gives, and nobody waits for more."""
+def test_a_slow_group_requests_the_quorum_at_the_deadline_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains until the others are there, and gives the steps made so far.
+
+    No group waits for more.
+    """
     this = Round(monkeypatch, sync_deadline_seconds=2.0, awaited=3)
     made = this.train()
     assert (this.asked_at, len(this.steps)) == ([2], 3)
     assert (made.unfinished, made.valid_tokens) == (False, 3 * TOKENS)
 
 
-def test_who_is_fast_makes_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline is for those that are slower."""
+def test_a_fast_group_makes_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is for slower groups."""
     made = (this := Round(monkeypatch, sync_deadline_seconds=9.0, awaited=0)).train()
     assert (len(this.steps), made.unfinished) == (4, False)
 
@@ -387,19 +412,24 @@ def test_who_is_fast_makes_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_fragments_that_do_not_fit_the_model_are_refused(config: dict[str, Any], error: str) -> None:
-    """One that has nothing, a module that is not there, a parameter that would never be exchanged."""
+    """An empty fragment, a module that the model lacks, or a parameter in no fragment."""
     with pytest.raises(ConfigError, match=error):
         cut(**config)
 
 
 def test_a_model_is_cut() -> None:
-    """By blocks of about equal size, or as the config says; frozen parameters are in none."""
+    """Into blocks of about equal size, or as the config says.
+
+    Frozen parameters are in no fragment.
+    """
     assert cut(num_fragments=2) == [1, 1, 0]
     assert cut(module_fqns_per_model_fragment=[["layers"], ["output", "layers.1"]]) == [0, 1, 1]
 
 
 def test_ranks_with_other_shards_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that are not sharded are the same on all ranks of a group, which must exchange them in the same round."""
+    """Weights without shards are equal on all ranks of a group, which must exchange them in the
+    same round.
+    """
     cuts = []
     for rank in (0, 1):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
@@ -439,9 +469,12 @@ def layered() -> torch.nn.Module:
     ("sent", "last", "alpha"),
     [({0: 8}, 100, 0.5), ({0: 8}, 12, 0.0), ({0: 0}, 100, 0.0), ({}, 100, 0.0)],
 )
-def test_only_who_has_trained_a_fragment_keeps_a_share_of_it(sent: dict[int, int], last: int, alpha: float) -> None:
-    """One that replays an update, or came late to it, would keep a share of the anchors before: its next change would
-    take back what the others have made of them.
+def test_only_a_group_with_own_steps_keeps_a_share_of_its_weights(
+    sent: dict[int, int], last: int, alpha: float
+) -> None:
+    """A group that replays an update, or came late to it, would keep a share of the former anchors.
+
+    Its next change would undo a part of the others' update.
     """
     found: list[float] = []
     counted: list[int] = []
@@ -471,7 +504,10 @@ def test_only_who_has_trained_a_fragment_keeps_a_share_of_it(sent: dict[int, int
 
 
 def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
-    """A checkpoint has the model's weights, and would round what the groups agree on; frozen ones may be any."""
+    """A checkpoint has the model's weights, and would round the anchors.
+
+    Frozen weights may have any dtype.
+    """
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad = False
     model.bias.data = model.bias.data.bfloat16()
@@ -492,10 +528,10 @@ def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
         (0.0, 0, "", ""),  # it has come to the end of others' round, or has not begun one
     ],
 )
-def test_who_leaves_names_the_batches_that_are_in_no_update(
+def test_a_departure_names_the_batches_that_are_in_no_update(
     seconds: float, read: int, broken_off: str, reason: str
 ) -> None:
-    """Whether it broke its steps off, or nobody came to exchange them."""
+    """The group broke its round off, or no other group came to exchange it."""
     readings = [Reading(Entry(0, 8, read, b""), [], "0")] if read else []
     departure = leaving(RoundWork(9, lr=0.1, readings=readings, seconds=seconds), broken_off=broken_off)
     assert departure == Departure(reason or "SIGTERM", in_order=not reason, void=readings if reason else [])
@@ -508,7 +544,7 @@ def leaving(work: RoundWork, ahead: RoundWork | None = None, broken_off: str = "
 
 
 def test_the_batches_of_a_slot_are_one_stretch() -> None:
-    """They are void and trained again: an audit must be able to count them."""
+    """They are void, and trained again. An audit must be able to count them."""
     readings = [Reading(Entry(1, first, 1, b""), [], "c5") for first in (30, 31)]
     (void,) = leaving(RoundWork(31, 0.1, readings)).void
     assert (void.entry.slot, void.entry.first_batch, void.entry.num_batches) == (1, 30, 2)
@@ -516,7 +552,10 @@ def test_the_batches_of_a_slot_are_one_stretch() -> None:
 
 @pytest.mark.parametrize("made_ahead", [False, True])
 def test_a_group_that_leaves_after_a_round_names_the_steps_of_the_next(made_ahead: bool) -> None:
-    """While the exchange was under way it has made some: they are void, though the group leaves in order."""
+    """It made them while the exchange was under way.
+
+    They are void, although the group leaves in order.
+    """
     ahead = RoundWork(31, 0.1, [Reading(Entry(1, 30, 1, b""), [], "c5")])
     departure = leaving(RoundWork(27, 0.1, seconds=1.0), ahead if made_ahead else None)
     assert departure.in_order
@@ -534,7 +573,7 @@ def test_a_group_that_leaves_after_a_round_names_the_steps_of_the_next(made_ahea
 def test_a_rank_that_the_timeout_ends_names_the_batches_of_its_rounds(
     committed: int, void: list[tuple[int, int, int]]
 ) -> None:
-    """Also those of steps that it has made while the exchange was under way; a batch in an update is not void."""
+    """Those of steps made ahead count as well. A batch in an update is not void."""
     work = RoundWork(9, 0.1, [Reading(Entry(1, 8, 4, b""), [], "c5")])
     ahead = RoundWork(13, 0.1, [Reading(Entry(1, 12, 2, b""), [], "c5")], previous=work)
     strategy = RoundStrategy.__new__(RoundStrategy)
@@ -557,9 +596,9 @@ def test_a_rank_that_the_timeout_ends_names_the_batches_of_its_rounds(
 def test_what_follows_an_update(
     step: int, exclusions: int, opening: Opening | None, done: list[str], heals: bool
 ) -> None:
-    """A group whose change was not finite gets other moments; it is back at the anchors should nobody be left.
+    """A group whose change was not finite heals, and has the anchors if no peer is left.
 
-    After the last update there is nothing to open, and no step for which moments would matter.
+    Otherwise it opens the next round. After the last update there is none.
     """
     found: list[str] = []
     strategy = RoundStrategy.__new__(RoundStrategy)
@@ -577,7 +616,10 @@ def test_what_follows_an_update(
 
 @pytest.mark.parametrize(("own", "sibling"), [(False, False), (True, False), (False, True)])
 def test_moments_are_dropped_on_all_ranks_or_on_none(own: bool, sibling: bool) -> None:
-    """A donor whose gradients were not finite in its round may not know of it yet; one rank's shard may show it."""
+    """A donor may not know yet that its gradients were not finite.
+
+    The shard of one rank may show it.
+    """
     dropped: list[None] = []
     strategy = RoundStrategy.__new__(RoundStrategy)
     vars(strategy).update(
@@ -592,10 +634,13 @@ def test_moments_are_dropped_on_all_ranks_or_on_none(own: bool, sibling: bool) -
 
 
 @pytest.mark.parametrize(("loads", "ahead", "keeps"), [(False, 0, True), (True, 0, False), (False, 2, False)])
-def test_who_goes_back_to_its_own_state_keeps_its_round(
+def test_a_group_that_rolls_back_keeps_its_round(
     monkeypatch: pytest.MonkeyPatch, loads: bool, ahead: int, keeps: bool
 ) -> None:
-    """The update that it had missed is lost with its holders: it offers the same change, and no step is made again."""
+    """The missed update is lost with its holders.
+
+    The group gives the same change, and makes no step again.
+    """
     this = Round(monkeypatch, fragment_sync_delay=ahead)
     strategy, restored = this.strategy, []
     work = strategy.start_update()
@@ -626,10 +671,10 @@ def test_who_goes_back_to_its_own_state_keeps_its_round(
     ("groups", "quantize", "told"),
     [(7, True, ""), (8, True, "sends 1 times"), (12, True, "1.5 times"), (12, False, "")],
 )
-def test_bits_that_save_nothing_are_told(
+def test_useless_quantization_is_reported(
     groups: int, quantize: bool, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of many groups each one would send more in 8 bits than in fp32."""
+    """With many groups, each one would send more in 8 bits than in fp32."""
     round_strategy._warn_of_useless_bits(
         FaultTolerance(group_size=groups, semi_sync_method="diloco", should_quantize=quantize)
     )

@@ -371,7 +371,10 @@ class OneGroup:
 def test_the_first_step_waits_for_groups_that_live_outside_of_the_quorum(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beyond `start_timeout_seconds`, and until they have not been heard of for a while; who that is is said once."""
+    """It waits beyond `start_timeout_seconds`, until these groups have been silent for a while.
+
+    Each set of groups is reported once.
+    """
     group = Groups(3, Hub([0]), start_timeout_seconds=8.0).all[0]
     group.position.training = False
     now, looks = [100.0], list[float]()
@@ -394,7 +397,9 @@ def test_the_first_step_waits_for_groups_that_live_outside_of_the_quorum(
 
 
 def test_the_ranks_of_a_group_finish_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has heard that everybody holds the final state makes rounds until its sibling has heard so as well."""
+    """A rank that knows that all groups hold the final state makes rounds until its sibling knows
+    it, too.
+    """
     group = Groups(1, Hub([0])).all[0]
     group.position.load(10, 5)
     sibling_has_heard = [0, 0, 1]  # by round
@@ -418,7 +423,9 @@ def told(committed: Committed) -> tuple[list[int], list[int]]:
     ids=["alone and too few", "alone for one quorum"],
 )
 def test_a_group_that_forces_its_gradient_alone_spoils_no_sum(quorums: list[list[int]], least: int) -> None:
-    """A group whose gradients are not finite, and that met nobody with finite ones, leaves them out when one comes."""
+    """A group without finite gradients, among groups without finite ones, leaves its own out when a
+    group with finite ones comes.
+    """
     groups = Groups(2, Hub(*quorums), lambda group, usual: NAN if group.slot == 0 else usual, min_replica_size=least)
     for committed in groups.run(OneGroup.step):
         assert told(committed) == ([1], [1])
@@ -428,7 +435,7 @@ def test_a_group_that_forces_its_gradient_alone_spoils_no_sum(quorums: list[list
 
 
 def test_a_batch_that_makes_nans_is_not_dealt_out() -> None:
-    """With batch_policy "constant", too, a step is made without the slot of a group that is excluded."""
+    """Even with batch_policy "constant", a step is made without the slot of an excluded group."""
     groups = Groups(3, Hub([0, 1, 2]), lambda group, usual: NAN if 0 in group.read else usual, batch_policy="constant")
     for committed in groups.run(OneGroup.step):
         assert told(committed) == ([1, 2], [1, 2])
@@ -449,11 +456,11 @@ def test_a_batch_that_makes_nans_is_not_dealt_out() -> None:
     ],
     ids=["one dies in the exchange", "and one that took over", "nobody, then one", "one before it, then another"],
 )
-def test_a_quorum_tells_whose_share_is_gone(hub: Hub, exchanges: int, reads: dict[int, list[int]]) -> None:
-    """With batch_policy "constant" the others take it over, and then exchange again: no round is made to find it out.
+def test_a_quorum_shows_which_shares_are_gone(hub: Hub, exchanges: int, reads: dict[int, list[int]]) -> None:
+    """With batch_policy "constant", the others take over these shares and repeat the exchange.
 
-    Only where a round that worked has told who reads what, its rows count from then on. At first group 1 trains slot 0
-    as well, and group 2 slot 4.
+    No round is made only to find them out. After a round that worked, its rows show who reads which
+    slot. At first group 1 trains slot 0 as well, and group 2 slot 4.
     """
 
     def live(group: OneGroup) -> Committed | None:
@@ -473,7 +480,7 @@ def test_a_quorum_tells_whose_share_is_gone(hub: Hub, exchanges: int, reads: dic
 
 
 def test_a_group_that_is_back_at_once_is_another_process() -> None:
-    """What it was to train is taken over in the first round that it is in, and it trains nothing itself in the step."""
+    """Its share is taken over in its first round. It trains nothing itself in this step."""
     hub = Hub([0, 1, 2], broken=[0], restarted={1: 1})
     groups = Groups(3, hub, batch_policy="constant")
     back = groups.all[1]
@@ -493,7 +500,10 @@ def test_a_group_that_is_back_at_once_is_another_process() -> None:
 
 
 def test_nothing_is_taken_over_for_a_step_that_has_to_wait() -> None:
-    """Too few groups are left: those that are gone may be back before it can be committed, and train their own."""
+    """Too few groups are left.
+
+    The missing ones may be back before the commit, and train their own slots.
+    """
     hub = Hub([0, 1, 2], [0], [0, 1], broken=[0])
     groups = Groups(3, hub, batch_policy="constant", min_replica_size=2)
     back = groups.all[1]
@@ -512,9 +522,9 @@ def test_nothing_is_taken_over_for_a_step_that_has_to_wait() -> None:
 
 
 def test_a_group_that_was_excluded_contributes_after_a_heal() -> None:
-    """What it agreed on for a step that it never committed does not count for the one after its heal.
+    """An agreement for a step that was never committed does not count for the step after the heal.
 
-    Nobody commits meanwhile, for all three are needed.
+    No group commits meanwhile, because all three are needed.
     """
     healed = threading.Event()
     groups = Groups(
@@ -542,7 +552,10 @@ def test_a_group_that_was_excluded_contributes_after_a_heal() -> None:
 
 
 def test_a_forced_gradient_is_forced_again_when_the_exchange_breaks() -> None:
-    """Nobody has a finite one then either: to leave it out once more would cost another exchange."""
+    """No group has a finite gradient then either.
+
+    Leaving it out again would cost one more exchange.
+    """
     groups = Groups(2, Hub([0, 1], broken=(2,)), lambda group, usual: NAN)
     for committed in groups.run(OneGroup.step):
         assert told(committed) == ([0, 1], [0, 1])
@@ -553,7 +566,7 @@ def test_a_forced_gradient_is_forced_again_when_the_exchange_breaks() -> None:
 
 
 def test_three_exclusions_in_a_row_end_the_group() -> None:
-    """A step in between that has its gradients begins the count anew; the others go on."""
+    """A step with the group's gradients resets the count. The other groups go on."""
     steps_with_nan = {0, 1, 3, 4, 5}
     groups = Groups(
         2,
@@ -573,7 +586,10 @@ def test_three_exclusions_in_a_row_end_the_group() -> None:
 
 
 def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With batch_policy "constant" the others repeat an exchange that a batch is missing from; so nobody replays it."""
+    """With batch_policy "constant", the others repeat an exchange that lacks a batch.
+
+    No joiner replays it.
+    """
     groups = Groups(3, Hub([0, 1, 2]), batch_policy="constant")
     for group in groups.all:
         group.ledger.readers = readers(0, 1)
@@ -612,7 +628,7 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
 
 
 def test_a_group_that_is_behind_adds_nothing() -> None:
-    """What it computed on an old state is not in anybody's sum, whether it was launched in backward or not."""
+    """Its gradients of an old state are in no sum, whether launched during backward or not."""
     for arm in (False, True):
         groups = Groups(2, Hub([0, 1]))
         late, other = groups.all
@@ -629,8 +645,8 @@ def test_a_group_that_is_behind_adds_nothing() -> None:
         assert other.applied == [2.0], "the gradient of slot 1 alone"
 
 
-def test_bytes_are_shown_when_somebody_comes() -> None:
-    """In the first round with a newcomer, and not in the ones that follow: a digest of a large state takes a while."""
+def test_digests_are_shown_when_a_newcomer_comes() -> None:
+    """Only in the first round with the newcomer: the digest of a large state takes a while."""
     groups = Groups(2, Hub([0], [0], [0, 1], [0, 1], [0, 1]))
     second = groups.all[1]
     digests = []
@@ -651,8 +667,8 @@ def test_bytes_are_shown_when_somebody_comes() -> None:
     assert second.state.digests == 0, "it has no state to show"
 
 
-def test_a_quorum_asked_for_at_the_commit_tells_the_new_step() -> None:
-    """The lighthouse must not be told the step before: the others would seem to be ahead of this group."""
+def test_a_quorum_requested_at_the_commit_claims_the_new_step() -> None:
+    """With the old step, the other groups would seem to be ahead of this group."""
     groups = Groups(1, Hub([0]))
     (group,) = groups.all
     group.dimension._pauses_after = lambda step: False
@@ -706,14 +722,20 @@ def steps_of(committed: Committed | None) -> dict[int, int]:
 
 
 def test_a_group_that_meets_others_at_the_begin_of_their_round_trains_on() -> None:
-    """It has healed while they opened the round for others: nobody's update may be made of its first step alone."""
+    """It has healed while the others make an opening round.
+
+    No update may be made of its first step alone.
+    """
     groups = in_rounds(3, Hub([0, 1, 2]))
     for committed in groups.run(lambda group: commit(group, 1), open_and_train):
         assert steps_of(committed) == {0: 4, 1: 4, 2: 4}
 
 
-def test_all_ranks_of_a_group_see_what_one_of_them_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two steps each may know of something else: they act on all of it, behind the same step, or on none."""
+def test_all_ranks_of_a_group_get_the_signs_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank may see another sign between two steps.
+
+    All act on all signs after the same step, or on none.
+    """
     group = in_rounds(2, Hub([0, 1])).all[0]
     monkeypatch.setattr(Rounds, "signs", Sign.LEAVE_REQUESTED)
     monkeypatch.setattr(group.dimension._group, "gather", lambda own: [int(own), int(Sign.STATE_WANTED)])
@@ -723,20 +745,20 @@ def test_all_ranks_of_a_group_see_what_one_of_them_does(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("made", [0, 1])
 def test_a_group_that_is_left_alone_in_mid_round_trains_on(made: int) -> None:
-    """It was broken off for others, which have died since: it has no gradient to wait with, or an update of a step."""
+    """It exchanged early for others, which have died since. One step is no round's update."""
     groups = in_rounds(2, Hub([0]))
     assert steps_of(commit(groups.all[0], made)) == {0: 4}
 
 
 def test_a_group_that_others_wait_for_gives_the_steps_that_it_has() -> None:
-    """They have made all of theirs."""
+    """The others have made all of their steps."""
     groups = in_rounds(2, Hub([0, 1]))
     for committed in groups.run(lambda group: commit(group, 1), lambda group: commit(group, 4)):
         assert steps_of(committed) == {0: 1, 1: 4}
 
 
 def test_a_group_that_opens_a_round_at_whose_end_the_others_are_makes_its_update() -> None:
-    """With nothing of its own; it would have nobody to meet later."""
+    """It gives nothing. Later, no other group would be there to meet."""
     groups = in_rounds(2, Hub([0, 1]))
     for committed in groups.run(open_and_train, lambda group: commit(group, 4)):
         assert steps_of(committed) == {1: 4}
@@ -744,7 +766,10 @@ def test_a_group_that_opens_a_round_at_whose_end_the_others_are_makes_its_update
 
 
 def test_a_group_does_not_wait_for_others_that_train_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their opening round was complete and its own broke: it trains like them, with its request at the lighthouse."""
+    """Their opening round was complete, and its own broke.
+
+    It trains like them, with its request pending.
+    """
     monkeypatch.setattr(step, "_OPENING_SECONDS", 0.0)
     groups = in_rounds(2, Hub([0, 1]))
     for group in groups.all:
@@ -755,7 +780,7 @@ def test_a_group_does_not_wait_for_others_that_train_already(monkeypatch: pytest
 
 
 def test_a_group_that_meets_others_early_shows_its_bytes_to_a_joiner() -> None:
-    """The round is not the update that it might be: without its digest no joiner's state would be confirmed."""
+    """The round makes no update. Without the digest, no joiner's state would be confirmed."""
     groups = in_rounds(2, Hub([0], [0, 1]))
     for group in groups.all:
         group.position.load(3, 7)

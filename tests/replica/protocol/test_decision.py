@@ -95,18 +95,18 @@ def trains(**changes: Any) -> Position:
 
 
 def test_a_round_of_all_groups_is_an_update() -> None:
-    """With everybody's gradients there is nothing to wait for."""
+    """All groups give gradients, so nothing is missing."""
     assert decide(trains(), made_of([ready(0), ready(1), ready(2)]), config()) == Commit()
 
 
 def test_an_update_descends_from_the_state_before_it() -> None:
-    """The same exchange on another state makes another state: its lineage tells the two apart."""
+    """The same exchange on another state makes another state. The lineage tells the two apart."""
     lineages = {made_of([ready(0, lineage=before), ready(1, lineage=before)]).update(20).lineage for before in (5, 6)}
     assert len(lineages) == 2
 
 
-def test_strays_are_left_behind_at_once() -> None:
-    """What a stray sent is in the sum: the round is no update, and is made again without it."""
+def test_a_round_with_strays_is_no_update() -> None:
+    """The gradients of a stray are in the sum. So the round is repeated without the stray."""
     made = made_of([ready(0), ready(1), ready(2, lineage=5)])
     assert decide(trains(), made, config()) == Repeat()
     assert not is_update(made, config())
@@ -114,7 +114,10 @@ def test_strays_are_left_behind_at_once() -> None:
 
 
 def test_the_group_that_is_ahead_of_most_heals() -> None:
-    """Five keep their gradients and repeat; the one whose exchange was complete goes back."""
+    """Five groups keep their gradients and repeat.
+
+    The group whose exchange was complete goes back.
+    """
     rows = [ready(0, step=STEP + 1), *[ready(slot) for slot in range(1, 6)]]
     for rank in range(6):
         expected = StartHeal() if rank == 0 else Repeat()
@@ -122,43 +125,49 @@ def test_the_group_that_is_ahead_of_most_heals() -> None:
         assert decide(position, made_of(rows, rank), config(rank, size=6)) == expected
 
 
-def test_as_many_ahead_as_behind_heal_the_ones_behind() -> None:
+def test_as_many_groups_ahead_as_behind_heal_the_groups_behind() -> None:
     """The later state counts: an update that half of the groups hold is not given up."""
     assert judge([ready(0, step=STEP + 1), ready(1)]).step == STEP + 1
     assert judge([ready(0, step=STEP + 1), ready(1), ready(2)]).step == STEP
 
 
 def test_gradients_that_are_not_finite_spoil_the_sum() -> None:
-    """A sum with them is used only if all groups with gradients agreed to force theirs."""
+    """The sum is used only if all groups with gradients have agreed to force theirs."""
     assert find_sum_spoilers([ready(0), ready(1)]) == []
     assert find_sum_spoilers([ready(0), ready(1, nonfinite=True)]) == [1]
     assert find_sum_spoilers([ready(0), ready(1, nonfinite=True, forced=1)]) == [1]
     assert find_sum_spoilers([ready(0, forced=1), ready(1, nonfinite=True, forced=1)]) == []
 
 
-def test_nobody_goes_back_from_the_last_step() -> None:
-    """Its group has ended its training: it would leave, and the others would wait for it. They heal from it."""
+def test_no_group_goes_back_from_the_last_step() -> None:
+    """The group ahead has finished training and would leave, while the others wait for it.
+
+    So the others heal from it.
+    """
     rows = [Row(slot=0, standing=Standing.FINISHED, step=STEP + 1, digest=9), ready(1), ready(2)]
     assert judge(rows).step == STEP + 1
     assert decide(trains(), made_of(rows, 1), config(1)) == StartHeal()
 
 
 def test_groups_with_steps_left_do_not_outvote_one_that_is_ahead() -> None:
-    """They loaded a state that was offered while the one ahead made the update, or are in it with what they gave."""
+    """They loaded a state that was offered during the update, or their gradients are in it."""
     rows = [ready(0, step=STEP + 1), ready(1, unfinished=1), ready(2, unfinished=1)]
     assert judge(rows).step == STEP + 1
     assert decide(trains(), made_of(rows, 1), config(1)) == StartHeal()
     assert judge([rows[0], ready(1), ready(2), ready(3, unfinished=1)]).step == STEP
 
 
-def test_groups_that_have_yet_to_begin_do_not_outvote_one_that_is_ahead() -> None:
-    """They hold no gradients that would be lost; a checkpoint is no reason to give a later live state up."""
+def test_groups_that_have_not_started_do_not_outvote_a_group_ahead() -> None:
+    """They have no gradients to lose. A checkpoint is no reason to give up a later live state."""
     waiting = {"valid_tokens": 0, "training": 0}
     assert judge([ready(0, step=STEP + 1), ready(1, **waiting), ready(2, **waiting)]).step == STEP + 1
 
 
 def test_a_checkpoint_is_no_second_witness_for_the_group_that_wrote_it() -> None:
-    """A bit flips in group 0, which then saves; group 2 comes back with that, and must not outvote group 1."""
+    """A bit flips in group 0, which then saves.
+
+    Group 2 loads this checkpoint, and must not outvote group 1.
+    """
     loaded = ready(2, digest=8, valid_tokens=0, training=0)
     assert judge([ready(0, digest=8), ready(1), loaded]).tie
     verdict = judge([ready(0, digest=8), ready(1), loaded, ready(3)])
@@ -171,29 +180,32 @@ def test_a_checkpoint_is_no_second_witness_for_the_group_that_wrote_it() -> None
     assert judge([ready(0, training=0), ready(1, training=0), ready(2, training=0, digest=8)]).corrupt == (2,)
 
 
-def test_a_group_that_has_yet_to_begin_does_not_make_up_the_number() -> None:
-    """It heals in the very round that it was counted in: the step would be one group's alone."""
+def test_a_group_that_has_not_started_does_not_count() -> None:
+    """It heals in the same round. The step would be made by one group alone."""
     rows = [ready(0), ready(1, valid_tokens=0, training=0)]
     assert isinstance(decide(trains(), made_of(rows), config(min_replica_size=2)), Wait)
 
 
 def test_too_few_groups_wait() -> None:
-    """Below min_replica_size nothing is committed; groups without gradients of their own count as well."""
+    """Below min_replica_size nothing is committed.
+
+    Groups without gradients of their own count as well.
+    """
     least = config(size=3, min_replica_size=2)
     assert isinstance(decide(trains(), made_of([ready(0)]), least), Wait)
     assert decide(trains(), made_of([ready(0), ready(1, valid_tokens=0)]), least) == Commit()
 
 
-def test_no_update_is_made_in_a_round_that_some_make_for_others() -> None:
-    """Those have just made one, and have yet to train for the next: they could not apply it."""
+def test_no_update_is_made_in_an_opening_round() -> None:
+    """Groups that have just made an update could not apply another one."""
     made = made_of([ready(0), ready(1, opening=1, valid_tokens=0, tokens=0)])
     assert made.verdict.may_update
     assert decide(trains(), made, config()) == Repeat()
     assert not is_update(made, config())
 
 
-def test_gradients_that_were_kept_back_are_sent_when_nothing_hinders() -> None:
-    """They are not in the round's sum: it is no update, and the next one is."""
+def test_held_back_gradients_are_sent_when_the_step_can_be_committed() -> None:
+    """They are not in this round's sum, so the next round is the update."""
     rows = [ready(0, holding_back=1), ready(1, holding_back=1), ready(2)]
     assert decide(trains(), made_of(rows), config()) == Repeat()
     assert not is_update(made_of(rows), config())
@@ -201,14 +213,16 @@ def test_gradients_that_were_kept_back_are_sent_when_nothing_hinders() -> None:
 
 
 def test_a_joiner_that_is_awaited_is_waited_for() -> None:
-    """As long as it fetches; a joiner that is not awaited costs nothing."""
+    """As long as it fetches. A joiner that did not ask for it costs nothing."""
     joiner = Row(slot=1, standing=Standing.CATCHING_UP, step=0, donor=0, others_wait=1)
     assert isinstance(decide(trains(), made_of([ready(0), joiner]), config()), Wait)
     assert decide(trains(), made_of([ready(0), dataclasses.replace(joiner, others_wait=0)]), config()) == Commit()
 
 
 def test_a_missing_share_is_taken_over() -> None:
-    """With batch_policy "constant" the groups that are left train the batches of one that went within the step."""
+    """With batch_policy "constant", the remaining groups train the batches of a group that left
+    within the step.
+    """
     rows = [ready(0), ready(1)]
     for rank, share in enumerate(([2], [])):
         assert decide(trains(), made_of(rows, rank), config(rank, batch_policy="constant")) == TakeOver(share)
@@ -216,10 +230,10 @@ def test_a_missing_share_is_taken_over() -> None:
 
 
 def test_a_group_that_is_back_takes_its_own_slot_over() -> None:
-    """Group 2 reads nothing in its first step, for groups 0 and 1 are the readers; then group 0 dies.
+    """Group 2 reads nothing in its first step, because groups 0 and 1 are the readers.
 
-    Two groups are needed, and hold the state: they take over what is missing and commit, instead of waiting for ever
-    for a second group with gradients.
+    Then group 0 dies. The two ready groups take over the missing slots and commit. Otherwise they
+    would wait for ever for a second group with gradients.
     """
     rows = [ready(1), ready(2, valid_tokens=0)]
     shares = {}
@@ -232,13 +246,16 @@ def test_a_group_that_is_back_takes_its_own_slot_over() -> None:
 
 
 def test_groups_without_any_gradient_take_over() -> None:
-    """Also if nobody is left who has read for this step."""
+    """Even if no group is left that has read for this step."""
     made = made_of([ready(2, valid_tokens=0)])
     assert decide(trains(), made, config(2, batch_policy="constant")) == TakeOver([2, 0, 1])
 
 
 def test_a_gradient_that_is_not_finite_is_left_out() -> None:
-    """The group's own ranks agree on it when the round broke; alone with such, it is forced."""
+    """The group's ranks agree on it after the broken round.
+
+    If no group has a finite one, it is forced.
+    """
     assert decide(trains(), Broken("nan", gave_nonfinite=True), config()) == LeaveOut()
     assert decide(trains(), Broken("closed"), config()) == Repeat()
     nobody = [ready(0, valid_tokens=0, excluded=1), ready(1, valid_tokens=0, excluded=1)]
@@ -248,7 +265,10 @@ def test_a_gradient_that_is_not_finite_is_left_out() -> None:
 
 
 def test_exclusions_in_a_row_end_the_group() -> None:
-    """Its state is the others' then; the ones before are forgiven, and the other groups commit."""
+    """The group then gets the others' state.
+
+    Earlier exclusions do not count, and the other groups commit.
+    """
     made = made_of([ready(0, valid_tokens=0, excluded=1), ready(1)])
     assert decide(trains(exclusions=1), made, config()) == Commit()
     act = decide(trains(exclusions=2), made, config())
@@ -258,7 +278,10 @@ def test_exclusions_in_a_row_end_the_group() -> None:
 
 
 def test_groups_give_up_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The highest slot first, the lowest never: all at once would take the job's state with them."""
+    """The highest slot first, the lowest never.
+
+    If all gave up at once, the job's state would be lost.
+    """
     monkeypatch.setattr("titan_ft.protocol.decision.MAX_EXCHANGE_RETRIES", 3)
     peers = (0, 1, 2)
     for slot, failures in ((2, 4), (1, 7)):
@@ -273,7 +296,7 @@ def test_groups_give_up_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bytes_that_differ_without_a_majority_end_the_run() -> None:
-    """Nobody can tell who is right; joiners end as well."""
+    """Nothing shows which bytes are right. Joiners end as well."""
     rows = [ready(0, digest=1), ready(1, digest=2), behind(2)]
     for rank, position in enumerate((trains(), trains(), Position(standing=Standing.BEHIND))):
         act = decide(position, made_of(rows, rank), config(rank))
@@ -281,8 +304,8 @@ def test_bytes_that_differ_without_a_majority_end_the_run() -> None:
         assert isinstance(act.error, DivergedError)
 
 
-def test_a_group_that_was_told_to_leave_finishes_its_step() -> None:
-    """An update is committed; whatever else would come is not waited for."""
+def test_a_group_that_leaves_finishes_its_step() -> None:
+    """It applies an update, and waits for nothing else."""
     assert decide(trains(leaving=True), made_of([ready(0), ready(1)]), config()) == Commit()
     assert decide(trains(leaving=True), made_of([ready(0)]), config(min_replica_size=2)) == Leave()
     assert decide(trains(leaving=True), Broken("closed"), config()) == Leave()
@@ -290,9 +313,10 @@ def test_a_group_that_was_told_to_leave_finishes_its_step() -> None:
 
 @pytest.mark.parametrize(("first", "second", "loser"), [([0], [0, 1], 0), ([0, 1], [1], 1), ([1], [1], 1)])
 def test_of_two_that_read_one_slot_one_drops_its_gradients(first: list[int], second: list[int], loser: int) -> None:
-    """A group is back in a step in which its slot was taken over: the one that has read more keeps it.
+    """A group is back in a step in which its slot was taken over.
 
-    It holds the state all the same. As a stray it would heal, read its slot again, and so on without end.
+    The group that has read more keeps its gradients. The other one still holds the state. As a
+    stray it would heal, read its slot again, and so on without end.
     """
     rows, read = [ready(0), ready(1), ready(2)], {0: first, 1: second, 2: [2]}
     verdict = made_of(rows, 0, read).verdict
@@ -308,7 +332,7 @@ def test_of_two_that_read_one_slot_one_drops_its_gradients(first: list[int], sec
 
 
 def test_the_first_step_waits_for_all_groups_up_to_a_time() -> None:
-    """All ranks of all groups read the same waits, so that they end it in the same round."""
+    """All ranks of all groups read the same waits, so they stop waiting in the same round."""
     waits = {"step": 0, "valid_tokens": 0, "training": 0}
     rows = [ready(0, waited_seconds=4.0, **waits), ready(1, waited_seconds=5.5, **waits)]
     for rank in (0, 1):
@@ -323,7 +347,7 @@ def test_the_first_step_waits_for_all_groups_up_to_a_time() -> None:
 
 
 def test_a_group_that_comes_to_others_that_wait_in_their_first_step_waits_with_them() -> None:
-    """However long they have waited: two that came by turns gave up by turns, and the job never began."""
+    """For any time: two groups that came by turns gave up by turns, and the job never started."""
     rows = [
         ready(0, step=0, valid_tokens=8, waited_seconds=5.5, training=True),
         ready(1, step=0, valid_tokens=0, training=0),
@@ -332,15 +356,17 @@ def test_a_group_that_comes_to_others_that_wait_in_their_first_step_waits_with_t
     assert act == StartTraining(missing=1)
 
 
-def test_who_comes_to_a_step_that_the_others_make_heals() -> None:
-    """The round is the others' update: a group that waits for the start has no part in it."""
+def test_a_group_in_start_heals_if_the_round_is_an_update() -> None:
+    """A group that waits for the start has no part in the others' update."""
     rows = [ready(0, step=0), ready(1, step=0), ready(2, step=0, valid_tokens=0)]
     assert decide(Position(), made_of(rows, 2), config(2)) == StartHeal()
     assert decide(Position(training=True), made_of(rows), config()) == Commit()
 
 
 def test_a_group_that_has_finished_stays_for_those_that_need_it() -> None:
-    """Until all hold the final state and nobody is missing, but those that left in order."""
+    """Until all groups hold the final state and none is missing, except for groups that left in
+    order.
+    """
     done = Row(slot=0, standing=Standing.FINISHED, step=STEP, digest=9)
     other = dataclasses.replace(done, slot=1)
     position = Position(standing=Standing.FINISHED, step=STEP, training=True)
@@ -356,7 +382,7 @@ def test_a_group_that_has_finished_stays_for_those_that_need_it() -> None:
 
 
 def test_a_group_that_heals_makes_round_after_round() -> None:
-    """Whether it asks or fetches: no round sends it anywhere."""
+    """Whether it asks or fetches, it repeats."""
     position = Position(standing=Standing.BEHIND)
     assert decide(position, made_of([behind(0), ready(1), ready(2)]), config()) == Repeat()
     fetching = Position(standing=Standing.CATCHING_UP, donor=2)
@@ -374,14 +400,17 @@ def test_a_group_that_heals_makes_round_after_round() -> None:
         ([behind(0, standing=Standing.CATCHING_UP, donor=3)], set()),  # it has one
     ],
 )
-def test_who_asks_for_the_state_asks_the_next_holder_first(joiners: list[Row], first: set[int]) -> None:
-    """By slots, and around: as `Healing.choose_donors` has it."""
+def test_a_group_asks_the_holder_with_the_next_slot_first(joiners: list[Row], first: set[int]) -> None:
+    """As `Healing.choose_donors` does."""
     assert find_first_donors(made_of([ready(1), ready(3), ready(4), *joiners])) == first
     assert find_first_donors(made_of([behind(6), *joiners])) == set(), "nobody holds the state"
 
 
 def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
-    """After a while, for holders may only be late; who has a later one to come is waited for."""
+    """Only after a while, because holders may be late.
+
+    A group with an older state waits for the later one.
+    """
     rows = [behind(0, step=5, seen_step=9), behind(1, step=4, seen_step=9)]
     alone = {"standing": Standing.BEHIND, "alone_seconds": ALONE_SECONDS}
     wait = decide(Position(standing=Standing.BEHIND, step=5), made_of(rows), config())
@@ -398,7 +427,7 @@ def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
 
 
 def test_a_replay_is_finished_before_an_older_state_counts() -> None:
-    """A joiner answers for what comes out of its queue: neither it nor another group goes back to less."""
+    """A joiner's row shows the step after its replay. So no group goes back to less."""
     joiner = Position(standing=Standing.CATCHING_UP, step=20, target=35, alone_seconds=ALONE_SECONDS)
     assert joiner.claimed_step == 35
     rows = [
@@ -470,7 +499,10 @@ def position_of(row: Row) -> Position:
 @settings(max_examples=400, deadline=None)
 @given(rows_of_a_job())
 def test_the_verdict_is_about_one_state(rows: list[Row]) -> None:
-    """Holders share step, history and bytes; all other claims are strays; only holders offer."""
+    """Holders share step, lineage and bytes.
+
+    All other claims are strays, and only holders offer.
+    """
     verdict = judge(rows, [[row.slot] if row.valid_tokens else [] for row in rows])
     claims = {rank for rank, row in enumerate(rows) if row.has_state}
     assert set(verdict.holders) | set(verdict.strays) == claims
@@ -487,9 +519,8 @@ def test_the_verdict_is_about_one_state(rows: list[Row]) -> None:
 @settings(max_examples=600, deadline=None)
 @given(st.data(), rows_of_a_job())
 def test_all_groups_decide_alike(data: st.DataObject, rows: list[Row]) -> None:
-    """Either all that train commit a round or none does; those that catch up queue it in the same case.
-
-    Calling it twice changes nothing: decisions are functions.
+    """Either all training groups commit a round or none does, and joiners queue it in the same
+    case. A second call gives the same decision.
     """
     shared = data.draw(configs(len(rows) + data.draw(st.integers(0, 2))))
     acts = []
@@ -509,7 +540,7 @@ def test_all_groups_decide_alike(data: st.DataObject, rows: list[Row]) -> None:
 
 
 def test_what_is_missing_is_taken_over_once() -> None:
-    """The shares of all groups together are the missing slots, none of them twice."""
+    """The shares of all groups together are the missing slots, each of them once."""
     takes = []
 
     @settings(max_examples=400, deadline=None)
@@ -536,7 +567,7 @@ def test_what_is_missing_is_taken_over_once() -> None:
 
 
 def test_only_its_own_methods_write_a_position() -> None:
-    """One writer for each value: nobody else assigns to a field of the position."""
+    """No other code assigns to a field of the position."""
     fields = {field.name for field in dataclasses.fields(Position)}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -549,9 +580,10 @@ def test_only_its_own_methods_write_a_position() -> None:
 
 @pytest.mark.parametrize("name", ["engine/round.py", "engine/step.py", "engine/heal.py"])
 def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
-    """What a rank decides by its own clock its siblings may decide otherwise: `Group.clock` is the one to ask.
+    """Ranks of a group would decide differently by their own clocks.
 
-    Seconds that are only reported (how long a round took), or agreed on by `Group.gather`, may be measured.
+    `GroupCollectives.clock` is the one to use. A duration that is only reported, or agreed on by
+    `gather`, may be measured.
     """
     started = {"started = time.monotonic()", "time.monotonic() - started"}
     began = {"_step_began = time.monotonic()"}
@@ -568,7 +600,7 @@ def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
 
 
 def test_a_clock_that_decides_is_gathered() -> None:
-    """In a heal a rank compares its clock with something only inside of `Group.gather`: its siblings hear of it."""
+    """In a heal, a rank compares its clock only inside `gather`, so that its siblings learn of it."""
     tree = ast.parse((PACKAGE / "engine" / "heal.py").read_text())
     gathered = [
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".gather")
@@ -589,9 +621,10 @@ def test_a_clock_that_decides_is_gathered() -> None:
 
 
 def test_updates_of_other_gradients_are_other_states() -> None:
-    """Whatever the quorum: a lighthouse that starts again numbers its quorums from the beginning.
+    """Even in quorums of the same number, because a restarted lighthouse counts from the beginning.
 
-    One has committed the step with all of them, for the others it broke: they make it again without its gradient.
+    One group committed the step with all gradients. For the others it broke, and they make it
+    without that group.
     """
     all_of_them = made_of([ready(slot, valid_tokens=10) for slot in range(3)])
     without_one = made_of([ready(0, valid_tokens=10), behind(1), ready(2, valid_tokens=10)])

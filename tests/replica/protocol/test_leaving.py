@@ -70,7 +70,9 @@ def play(told: Sequence[Sequence[Told]]) -> list[Group]:
 
 @pytest.mark.parametrize(("groups", "ranks"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_a_state_stays_or_is_saved(groups: int, ranks: int) -> None:
-    """However the ranks are told: a group trains on, or those that leave agree on who saves, and nobody else does."""
+    """For any order of requests: a group trains on, or the leaving groups agree on the one that
+    saves.
+    """
     for flat in itertools.product(Told, repeat=groups * ranks):
         told = [flat[slot * ranks : (slot + 1) * ranks] for slot in range(groups)]
         played = play(told)
@@ -88,8 +90,11 @@ def test_a_state_stays_or_is_saved(groups: int, ranks: int) -> None:
             assert group.leaves <= (set(told[group.slot]) != {Told.NOT})
 
 
-def test_a_group_that_is_told_too_late_for_the_others_makes_another_round() -> None:
-    """Both were told after their rows: if both left, each would take the other for one that trains on."""
+def test_a_group_whose_request_the_others_have_not_read_makes_another_round() -> None:
+    """Both requests came after the rows.
+
+    If both groups left, each would believe that the other trains on.
+    """
     assert [group.leaves for group in play([[Told.AFTER], [Told.AFTER]])] == [False, False]
     assert [group.leaves for group in play([[Told.AFTER], [Told.BEFORE]])] == [True, True]
     assert [group.leaves for group in play([[Told.AFTER]])] == [True]
@@ -107,7 +112,10 @@ def find(position: Position, own: int = 0) -> LastToLeave | None:
 
 
 def test_a_joiner_is_no_heir() -> None:
-    """It trains on only if it has the state; the only holder saves, and stays to be seen meanwhile."""
+    """It trains on only after it has the state.
+
+    The only holder saves, and stays visible meanwhile.
+    """
     joiner = Row(1, Standing.CATCHING_UP, 0)
     loaded = Row(1, Standing.READY, STEP)  # of a checkpoint: it has yet to begin, and the update passes it by
     for row in (joiner, loaded):
@@ -117,7 +125,7 @@ def test_a_joiner_is_no_heir() -> None:
 
 
 def test_a_group_with_another_state_saves_nothing() -> None:
-    """It is behind, ahead, or has other bytes: what it would save is not the job's state."""
+    """It is behind, ahead, or has other bytes. Its state is not the job's."""
     others = [ready(1, True, digest=5), ready(2, True, digest=5)]
     for own in (ready(0, True, digest=6), ready(0, True, lineage=3), Row(0, Standing.BEHIND, 0, leaving=True)):
         assert find(position_after(own, *others)) is None
@@ -129,19 +137,19 @@ def test_a_group_with_another_state_saves_nothing() -> None:
 
 
 @pytest.mark.parametrize("own", [0, 1, 2])
-def test_where_nobody_has_read_that_a_group_leaves_others_may_train_on(own: int) -> None:
-    """Its last round did not say so: it broke, or was the one before a round of several steps."""
+def test_others_may_train_on_if_they_have_not_read_the_leave_request(own: int) -> None:
+    """The last round did not show it: the round broke, or came before a round of several steps."""
     position = position_after(ready(0), ready(1), ready(2), rank=own)
     assert find(position, own) == LastToLeave((0, 1, 2), agreed=False)
 
 
 def test_a_group_that_has_left_before_is_not_waited_for() -> None:
-    """The next one in order takes its place."""
+    """The next group in order takes its place."""
     position = position_after(ready(0, True), ready(1), ready(2), rank=1)
     assert find(position, 1) == LastToLeave((1, 2), agreed=False)
 
 
-def test_who_holds_the_final_state_counts() -> None:
+def test_holders_of_the_final_state_count() -> None:
     """Groups that have finished stay for those that lack it, and save it if its writer was lost."""
     finished = [Row(slot, Standing.FINISHED, STEP, training=1, leaving=slot == 0) for slot in (0, 1)]
     assert find(position_after(*finished, standing=Standing.FINISHED)) is None
@@ -197,28 +205,31 @@ class Turns:
 
 
 def test_the_first_one_saves_at_once() -> None:
-    """It looks at nobody; and not if the state is saved already, by a group that has left before."""
+    """It looks for no other group.
+
+    It saves nothing if a group that left before has saved the state.
+    """
     assert (turns := Turns([])).wait(2, 3)
     assert turns.has_askers == []
     assert not Turns([], saved=0).wait(2)
 
 
 def test_the_others_stay_until_the_state_is_saved() -> None:
-    """A group that is alive may be in its save."""
+    """A living group may be in its save."""
     turns = Turns([0, 1], saved=3)
     assert not turns.wait(0, 1, 2)
     assert turns.look == 3
 
 
 def test_the_next_one_saves_if_those_before_it_die() -> None:
-    """One after the other; a group that is gone does not come back to it."""
+    """One after the other. A group that is gone does not come back for its turn."""
     turns = Turns([0, 1], [1], [0, 1], [0])
     assert turns.wait(0, 1, 2)
     assert turns.has_askers == [{0, 1}, {0, 1}, {1}, {1}]
 
 
 def test_a_group_that_has_saved_and_left_is_not_taken_for_dead() -> None:
-    """It does so right after the first look of this group, whatever that is at."""
+    """It saved and left right after this group's first look."""
     turns, looks = Turns([0]), list[str]()
 
     def find_living(slots: Collection[int]) -> set[int]:
@@ -234,7 +245,7 @@ def test_a_group_that_has_saved_and_left_is_not_taken_for_dead() -> None:
 
 
 def test_the_others_wait_no_longer_than_they_may() -> None:
-    """Then the one that saves lives still."""
+    """The group that saves still lives then."""
     turns = Turns([0], hurry=2, begun=1)
     assert not turns.wait(0, 2)
     assert turns.look == 2
@@ -242,21 +253,24 @@ def test_the_others_wait_no_longer_than_they_may() -> None:
 
 @pytest.mark.parametrize(("before", "look"), [((0,), 4), ((0, 1), 6)])
 def test_a_group_saves_if_those_before_it_hang(before: tuple[int, ...], look: int) -> None:
-    """They live and have begun nothing; each of them is given some time for that."""
+    """They live and have not begun to save. Each of them gets some time for it."""
     turns = Turns(before, hurry=2)
     assert turns.wait(*before, 2)
     assert turns.look == look
 
 
 def test_a_group_leaves_the_save_to_the_one_that_took_the_turn() -> None:
-    """The first one hangs and the second one saves: not all others, whose writes would slow it down."""
+    """The first group hangs and the second saves. Further writers would only slow it down."""
     turns = Turns([0, 1], hurry=2, begun=4)
     assert not turns.wait(0, 1, 2)
     assert turns.look == 4
 
 
 def test_a_group_that_is_outside_saves_nothing() -> None:
-    """It left without having agreed to in a round: the groups that went on without it have the job's state."""
+    """It left without a round that agreed to it.
+
+    The groups that went on without it have the job's state.
+    """
     dimension = Turns([]).dimension
     dimension._position = Position(keepers=(2,))
     assert dimension.find_last_to_leave() is None

@@ -31,7 +31,7 @@ def update(step: int) -> Update:
 
 
 def test_an_update_makes_another_state() -> None:
-    """Step and lineage are its own; a digest is of the state before, and must be taken again."""
+    """It has its own step and lineage. The digest of the state before is void."""
     position = Position(step=7, lineage=5, seen_step=7)
     position.note_digest(9)
     position.advance(update(8))
@@ -42,8 +42,8 @@ def test_an_update_makes_another_state() -> None:
     assert (position.step, position.lineage, position.digest, position.seen_step) == (3, 50, 0, 8)
 
 
-def test_a_group_answers_for_what_it_holds_or_will() -> None:
-    """A corrupt state counts for nothing; a fetched one with its queue counts before it is replayed."""
+def test_the_claimed_step_is_that_of_the_state_after_the_replay() -> None:
+    """A corrupt state counts as 0. A fetched state counts with its queue, before the replay."""
     position = Position(step=7)
     assert position.claimed_step == 7
     position.mark_corrupt()
@@ -61,8 +61,8 @@ def test_a_group_answers_for_what_it_holds_or_will() -> None:
     assert (position.claimed_step, position.standing, position.donor) == (9, Standing.READY, -1)
 
 
-def test_a_round_tells_of_steps_checkpoints_and_those_that_leave() -> None:
-    """The largest of all that is told; who is there again has not left."""
+def test_a_round_shows_steps_checkpoints_and_leaving_groups() -> None:
+    """The largest values count. A group that is present again has not left."""
     position = Position(step=7, seen_step=7, left={2}, broken_rounds=4)
     position.observe(
         made_of(
@@ -81,7 +81,7 @@ def test_a_round_tells_of_steps_checkpoints_and_those_that_leave() -> None:
 
 
 def test_bytes_that_all_have_shown_are_agreed_on() -> None:
-    """Not if one has not looked at its own, and not at a tie."""
+    """Not if one holder has taken no digest, and not at a tie."""
     position = Position(agreed_step=3)
     position.observe(made_of(ready(0), ready(1, digest=0)))
     assert position.agreed_step == 3
@@ -91,8 +91,11 @@ def test_bytes_that_all_have_shown_are_agreed_on() -> None:
     assert position.agreed_step == 7
 
 
-def test_a_corrupt_group_distrusts_what_it_saved() -> None:
-    """Everybody counts checkpoints from the last agreement on anew; only the corrupt one withdraws its own."""
+def test_a_corrupt_group_withdraws_its_checkpoints() -> None:
+    """All groups count checkpoints from the last agreement on again.
+
+    Only the corrupt group withdraws its own.
+    """
     rows = (ready(0, digest=8, saved_step=6), ready(1, saved_step=6), ready(2, saved_step=6))
     for rank in (0, 1):
         position = Position(step=7, agreed_step=5)
@@ -105,7 +108,7 @@ def test_a_corrupt_group_distrusts_what_it_saved() -> None:
 
 
 def test_a_checkpoint_of_an_update_that_the_job_goes_back_from_does_not_count() -> None:
-    """Another group saves that step; the one that has saved it withdraws it, and nothing before it."""
+    """Another group saves that step. Its writer withdraws it, and no earlier one."""
     rows = [
         ready(0, step=8, saved_step=8, training=1),
         *[ready(slot, training=1, saved_step=5) for slot in (1, 2)],
@@ -125,7 +128,7 @@ def test_a_checkpoint_of_an_update_that_the_job_goes_back_from_does_not_count() 
 
 
 def test_a_group_of_another_history_is_not_corrupt() -> None:
-    """Its state is one that the job went through: if everybody else is lost it counts."""
+    """The job went through its state. If all other groups are lost, it counts."""
     position = Position(step=7)
     position.observe(made_of(ready(0, lineage=6), ready(1, lineage=5), ready(2, lineage=5)))
     assert not position.corrupt
@@ -133,7 +136,7 @@ def test_a_group_of_another_history_is_not_corrupt() -> None:
 
 
 def test_the_others_see_where_a_heal_is() -> None:
-    """Once all ranks have the fetched state, the group claims the step that its queue leads to."""
+    """Once all ranks have the fetched state, the group claims the step after its replay."""
     position = Position(step=7)
     position.fall_behind()
     assert (position.standing, position.donor, position.claimed_step) == (Standing.BEHIND, -1, 7)
@@ -151,14 +154,14 @@ def test_the_others_see_where_a_heal_is() -> None:
 
 
 def test_going_back_forgets_what_was_lost() -> None:
-    """Else the group would go on to look for the later state that nobody has."""
+    """Otherwise the group would look for a later state that no group has."""
     position = Position(step=5, seen_step=9, standing=Standing.BEHIND)
     position.roll_back()
     assert (position.seen_step, position.standing) == (5, Standing.READY)
 
 
 def test_exclusions_are_counted_in_a_row() -> None:
-    """A step with the group's gradients begins the count anew."""
+    """A step with the group's gradients resets the count."""
     position = Position()
     for slots, count in (([1], 1), ([0, 1], 2), ([0], 0), ([1], 1)):
         position.note_excluded(slots, own=1)
@@ -166,7 +169,7 @@ def test_exclusions_are_counted_in_a_row() -> None:
 
 
 def test_broken_rounds_are_counted_in_a_row() -> None:
-    """A round that works begins the count anew."""
+    """A round that works resets the count."""
     position = Position(step=7)
     position.note_broken()
     position.note_broken()
