@@ -132,6 +132,8 @@ class Lighthouse(LighthouseSettings):
     standby: Annotated[bool, _FLAG] = False
     """With --announce: be ready, and announce this lighthouse when the one in FILE does not answer; then the groups
     follow within two seconds."""
+    run_dir: Annotated[Path | None, _unset("FOLDER")] = None
+    """Folder of the run, for the events of this lighthouse; when left out, the folder of --announce's FILE."""
     advertise: Annotated[str, _unset("HOST")] = ""
     """The numeric address that the groups reach this host at, which is printed and announced; when left out, that of
     --bind, or of the interface which leads out of this host."""

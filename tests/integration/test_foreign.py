@@ -108,7 +108,7 @@ def check_named(job: Job, name: str, reason: str, replicas: set[int]) -> None:
     for event in events:
         assert reason in event["reason"]
         log = job.output(event["replica"], attempt=event["attempt"])
-        assert log.count(f"left aside at the lighthouse: member {name!r}") == 1
+        assert log.count(f"left aside at the lighthouse: member {name}, because") == 1
 
 
 def test_a_claim_of_an_impossible_step(make_job: Callable[..., Job], come: Callable[[Job], StockMember]) -> None:
@@ -160,6 +160,8 @@ def test_strangers_of_all_kinds_at_once(make_job: Callable[..., Job]) -> None:
     assert {tuple(event["participants"]) for event in named(events, "step_committed")} == {(0, 1), (0,)}
     assert not named(events, "digest_mismatch")
     assert [event["replica"] for event in named(events, "heal_finished")] == [1]
+    refused = [event["kind"] for event in job.events("stranger_refused")]
+    assert sorted(refused) == ["crowd", "no_secret", "silent"], "one event for each kind"
     for event in named(events, "foreign_member"):
         assert "its name has no valid seal" in event["reason"]
     foreign = [event["pid"] for event in named(events, "foreign_member")]

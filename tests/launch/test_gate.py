@@ -22,11 +22,13 @@ from typing import Any
 
 import pytest
 
-from titan_ft.launch.gate import MAX_UNKNOWN, Gate
+from titan_ft.launch.gate import MAX_UNKNOWN, Gate, Refusal
 from titan_ft.launch.lighthouse import ANNOUNCEMENT
 from titan_ft.membership.follow import LighthouseFollower
 from titan_ft.membership.pulse import StatusPage
+from titan_ft.run.events import StrangerRefused
 from titan_ft.run.lighthouse import Announcement, LighthouseAddress, answers
+from titan_ft.run.tail import EventTail
 from titan_ft.system.namespace import allow_namespaces
 from titan_ft.system.seal import lighthouse_secret
 from titan_ft.system.threads import call_aside
@@ -41,7 +43,9 @@ class Lighthouse:
     """A process of `titan-ft lighthouse`."""
 
     def __init__(self, folder: Path, *options: str, **environ: str) -> None:
+        self.folder = folder
         command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", "127.0.0.1:0", *options]
+        command += ["--run-dir", str(folder)]
         self.log = folder / "lighthouse.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -66,6 +70,10 @@ class Lighthouse:
         status = StatusPage(self.address).read(DEADLINE)
         assert status is not None
         return status.heartbeats
+
+    def refusals(self) -> list[StrangerRefused]:
+        events = EventTail(self.folder / "events", from_start=True).poll()
+        return [event for event in events if isinstance(event, StrangerRefused)]
 
     def count_descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
@@ -169,8 +177,12 @@ def test_half_open_connections_keep_nobody_waiting(start: Callable[..., Lighthou
     lighthouse.client().heartbeat("member", LONG)
     assert all(is_closed(connection) for connection in idle)
     wait_for(lambda: lighthouse.count_descriptors() <= before + 8, "the descriptors are free again")
+    kinds = ("silent", "crowd")
+    refused = wait_for(lambda: len(found := lighthouse.refusals()) == len(kinds) and found, "the events")
+    assert sorted(event.kind for event in refused) == sorted(kinds), "one event for each kind"
+    assert {event.source for event in refused} == {"127.0.0.1"}
     log = lighthouse.log.read_text()
-    assert log.count("said once") == 2, "one line for each kind"
+    assert log.count("said once") == len(kinds)
     assert f"more than {MAX_UNKNOWN} connections" in log
     for connection in idle:
         connection.close()
@@ -229,8 +241,8 @@ class Passage:
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.inner = socket.create_server(("127.0.0.1", 0))
-        self.lines: list[str] = []
-        self.gate = Gate(self.listener, self.inner.getsockname(), SECRET, self.lines.append)
+        self.refusals: list[Refusal] = []
+        self.gate = Gate(self.listener, self.inner.getsockname(), SECRET, self.refusals.append)
         self.port = self.listener.getsockname()[1]
         self.ended = call_aside(self.gate.run, "gate")
 
@@ -290,7 +302,7 @@ def test_a_lighthouse_that_is_gone(passage: Passage) -> None:
     outside = socket.create_connection(("127.0.0.1", passage.port), DEADLINE)
     outside.sendall(f"GET / HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer {SECRET}\r\n\r\n".encode())
     assert is_closed(outside)
-    assert not passage.lines
+    assert not passage.refusals
 
 
 def test_a_process_without_descriptors(passage: Passage, monkeypatch: pytest.MonkeyPatch) -> None:

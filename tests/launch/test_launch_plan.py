@@ -87,11 +87,12 @@ def test_nothing_is_written_through_a_link(config: Path, name: str) -> None:
 def test_command_lines(config: Path) -> None:
     """The lighthouse gets the TOML's settings; workers get their group, the run directory, last the user's flags."""
     made = plan(config, worker_args=["--training.steps", "5"])
+    root = config.parent / "run"
     lighthouse = " ".join(made.lighthouse_command(4711)[2:])
     assert lighthouse == (
-        "titan_ft lighthouse --bind 127.0.0.1:4711 --min-replicas 1 --heartbeat-timeout-ms 750 --join-timeout-ms 60000"
+        f"titan_ft lighthouse --bind 127.0.0.1:4711 --run-dir {root} --min-replicas 1 --heartbeat-timeout-ms 750 "
+        "--join-timeout-ms 60000"
     )
-    root = config.parent / "run"
     command = agent_args(made, 1)
     assert command == [
         f"--run-dir={root}",

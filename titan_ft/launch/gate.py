@@ -20,6 +20,8 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from titan_ft.launch.greeting import MAX_BYTES, Admission, Greeting
 
@@ -34,8 +36,33 @@ _ACCEPTS_AT_ONCE = 64  # then members get their turn
 _BLOCK_BYTES = 65536
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_SECONDS = 0.01  # of a process without descriptors
+
+RefusalKind: TypeAlias = Literal["no_secret", "silent", "crowd", "no_descriptors"]
+_TEXTS: dict[RefusalKind, str] = {
+    "no_secret": "a connection that does not show the run's secret (another TITAN_FT_TOKEN?)",
+    "silent": f"a connection that has not shown the run's secret within {PATIENCE_SECONDS:g} s",
+    "crowd": f"more than {MAX_UNKNOWN} connections at once that do not show the run's secret",
+    "no_descriptors": "connections that do not show the run's secret, because they take all descriptors",
+}
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """Seconds, seconds, probes. The connections of hosts that vanished would stay for ever."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The first refused connection of a kind.
+
+    Attributes:
+        source: numeric address of the other end.
+    """
+
+    kind: RefusalKind
+    source: str
+
+    @property
+    def text(self) -> str:
+        """Say what was refused."""
+        return _TEXTS[self.kind]
 
 
 class _End:
@@ -68,18 +95,18 @@ class Gate:
         listener: others reach it.
         inner: host and port of the lighthouse.
         secret: what members show.
-        report: called with a line for each kind of refusal, once.
+        report: called with the first refusal of each kind.
     """
 
     def __init__(
-        self, listener: socket.socket, inner: tuple[str, int], secret: str, report: Callable[[str], None]
+        self, listener: socket.socket, inner: tuple[str, int], secret: str, report: Callable[[Refusal], None]
     ) -> None:
         self._listener, self._inner, self._report = listener, inner, report
         self._greeting = Greeting(secret)
         self._poll = select.epoll()
         self._ends: dict[int, _End] = {}  # by descriptor
         self._unknown: dict[_End, None] = {}  # the oldest first
-        self._reported: set[str] = set()
+        self._reported: set[RefusalKind] = set()
         self._wakeup, self._wakes = os.pipe()
         listener.setblocking(False)
         self._poll.register(listener, select.EPOLLIN)
@@ -124,7 +151,7 @@ class Gate:
                     return
                 continue  # it was reset before it was accepted
             if len(self._unknown) >= MAX_UNKNOWN:
-                self._refuse_oldest(f"more than {MAX_UNKNOWN} connections at once that do not show the run's secret")
+                self._refuse_oldest("crowd")
             end = _End(connection, address[0], time.monotonic() + PATIENCE_SECONDS)
             self._unknown[end] = None
             self._watch(end, select.EPOLLIN)
@@ -132,7 +159,7 @@ class Gate:
     def _make_room(self) -> None:
         """Close the oldest unknown connection, because this process or the host has no descriptor left."""
         if self._unknown:
-            self._refuse_oldest("connections that do not show the run's secret take all descriptors")
+            self._refuse_oldest("no_descriptors")
         else:
             time.sleep(_PAUSE_SECONDS)  # the listener stays ready: without a pause this thread would use a core
 
@@ -141,16 +168,16 @@ class Gate:
             return
         now = time.monotonic()
         while self._unknown and next(iter(self._unknown)).deadline <= now:
-            self._refuse_oldest("a connection that says nothing")
+            self._refuse_oldest("silent")
 
-    def _refuse_oldest(self, kind: str) -> None:
+    def _refuse_oldest(self, kind: RefusalKind) -> None:
         self._refuse(next(iter(self._unknown)), kind)
 
-    def _refuse(self, end: _End, kind: str) -> None:
-        """Close a connection; one line for each kind, because a stranger may come a thousand times a second."""
+    def _refuse(self, end: _End, kind: RefusalKind) -> None:
+        """Close a connection. Each kind is reported once: a stranger may come a thousand times a second."""
         if kind not in self._reported:
             self._reported.add(kind)
-            self._report(f"refused {kind}, from {end.who}; said once")
+            self._report(Refusal(kind, end.who))
         self._drop(end)
 
     def _greet(self, end: _End) -> None:
@@ -171,7 +198,7 @@ class Gate:
             if end.received.startswith(b"GET "):
                 with contextlib.suppress(OSError):  # it is closed in any case
                     end.socket.send(FORBIDDEN)
-            self._refuse(end, "a connection that does not show the run's secret (another TITAN_FT_TOKEN?)")
+            self._refuse(end, "no_secret")
         elif admission is not Admission.MORE:
             self._welcome(end, holds=admission is Admission.HOLD)
 

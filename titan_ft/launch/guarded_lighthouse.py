@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from titan_ft.launch.gate import Gate
+from titan_ft.launch.gate import Gate, Refusal
 from titan_ft.system.namespace import enter_network_namespace
 from titan_ft.system.seal import lighthouse_secret
 from titan_ft.system.token import TOKEN_ENV
@@ -49,7 +49,7 @@ class GuardedLighthouse:
         listener: groups reach it.
         token: the run's shared secret.
         start_server: starts torchft's lighthouse at a HOST:PORT.
-        say: prints a line.
+        report: called with the first refusal of each kind, on the gate's thread.
         refusal: why there can be no namespace; empty if there can.
 
     Attributes:
@@ -64,7 +64,7 @@ class GuardedLighthouse:
         listener: socket.socket,
         token: str,
         start_server: Callable[[str], Any],
-        say: Callable[[str], None],
+        report: Callable[[Refusal], None],
         refusal: str,
     ) -> None:
         self.port: int = listener.getsockname()[1]
@@ -76,7 +76,7 @@ class GuardedLighthouse:
                 enter_network_namespace()
             server = start_server(f"{_INNER_HOST}:0")
             inner = (_INNER_HOST, _find_port(server))
-            return Gate(listener, inner, lighthouse_secret(token), say), server
+            return Gate(listener, inner, lighthouse_secret(token), report), server
 
         def serve() -> None:
             try:

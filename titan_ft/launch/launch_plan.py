@@ -386,6 +386,7 @@ class LaunchPlan:
 
     def lighthouse_command(self, port: int) -> list[str]:
         command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", f"{HOST}:{port}"]
+        command += ["--run-dir", str(self.paths.root)]
         for setting in fields(self.lighthouse):
             command += [f"--{setting.name.replace('_', '-')}", str(getattr(self.lighthouse, setting.name))]
         return command

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.gate import BACKLOG, raise_descriptor_limit
+from titan_ft.launch.gate import BACKLOG, Refusal, raise_descriptor_limit
 from titan_ft.launch.guarded_lighthouse import GuardedLighthouse, OpenLighthouse
 from titan_ft.launch.succession import Succession
 from titan_ft.membership.pulse import StatusPage
@@ -28,6 +28,7 @@ from titan_ft.run.appender import DISK_ERRNOS, retry_waiting
 from titan_ft.run.lighthouse import Announcement, LighthouseAddress
 from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
 from titan_ft.run.output import protected_native_output
+from titan_ft.run.paths import RunPaths
 from titan_ft.system.address import (
     bracketed,
     find_own_address,
@@ -39,6 +40,7 @@ from titan_ft.system.address import (
 )
 from titan_ft.system.namespace import allow_namespaces
 from titan_ft.system.stop import StopRequests
+from titan_ft.system.threads import call_aside
 from titan_ft.system.token import check_token, read_token
 
 ANNOUNCEMENT = "lighthouse listening at "
@@ -150,7 +152,9 @@ def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests, token:
     served: GuardedLighthouse | OpenLighthouse
     try:
         if token:
-            served = GuardedLighthouse(_listen(host, port), token, partial(_start_server, command), _say, refusal)
+            served = GuardedLighthouse(
+                _listen(host, port), token, partial(_start_server, command), partial(_report, command), refusal
+            )
         else:
             served = OpenLighthouse(_start_server(command, bind))
     except (RuntimeError, OSError) as error:
@@ -274,6 +278,26 @@ def _take_turns(path: Path, succession: Succession, stop: StopRequests, crowd: C
             watched = other.id
             _say(f"standby of the lighthouse at {other.address} (on {other.host})")
         time.sleep(0.1)
+
+
+def _report(command: Lighthouse, refusal: Refusal) -> None:
+    """Report a refusal, on a thread: the members at the gate must not wait for storage that hangs."""
+    call_aside(partial(_write_refusal, command, refusal), "titan_ft_refusal")
+
+
+def _write_refusal(command: Lighthouse, refusal: Refusal) -> None:
+    """Write a line, and an event of the run if its folder is known."""
+    _say(f"refused {refusal.text}, from {refusal.source}; said once")
+    folder = command.run_dir or (command.announce and command.announce.parent)
+    if folder is None:
+        return
+    # Imported now: the groups of a run wait for a lighthouse that starts again, and nearly none refuses anybody.
+    from titan_ft.run.events import StrangerRefused
+    from titan_ft.run.log import EventLog
+
+    host = socket.gethostname().partition(".")[0]
+    log = EventLog(RunPaths(folder).lighthouse_events(host, os.getpid()))
+    log.emit(StrangerRefused(kind=refusal.kind, source=refusal.source, reason=refusal.text))
 
 
 def _say(text: str) -> None:

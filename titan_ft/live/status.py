@@ -110,6 +110,7 @@ def _own_seconds(commit: ev.StepCommitted) -> float | None:
 # The line that an event becomes. `group N` stands before those of a group itself, of which rank 0's count.
 _LINES: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.LighthouseRestarted: lambda e, u: f"{e.reason}; it is back at the same address after {e.seconds:.2f} s",
+    ev.StrangerRefused: lambda e, u: f"the lighthouse refused {e.reason}, from {e.source}; said once",
     ev.ChaosStarted: lambda e, u: f"chaos begins: {e.plan}, seed {e.seed}: {e.schedule}",
     ev.ChaosFinished: lambda e, u: f"chaos ends: faults injected: {e.injected}, skipped: {e.skipped}",
     ev.FaultInjected: lambda e, u: f"fault: {_fault(e)}{_params(e)}",

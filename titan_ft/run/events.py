@@ -74,7 +74,7 @@ class GroupEvent(Event, kw_only=True):
 
 
 class LaunchEvent(Event, kw_only=True):
-    """Written by the launcher."""
+    """Written by the launcher; `stranger_refused` by the lighthouse."""
 
 
 class ChaosEvent(Event, kw_only=True):
@@ -816,6 +816,16 @@ class LighthouseRestarted(LaunchEvent, kw_only=True):
     reason: str  # how the lighthouse before ended
     seconds: float  # time without a lighthouse
     address: str  # http://host:port, unchanged
+
+
+class StrangerRefused(LaunchEvent, kw_only=True):
+    """The lighthouse's gate has closed a connection without the run's secret; once for each kind and lighthouse."""
+
+    # "no_secret": it shows another secret or none; "silent": it shows nothing in time; "crowd": too many such
+    # connections at once; "no_descriptors": they take all descriptors of the lighthouse
+    kind: str
+    source: str  # numeric address of its other end
+    reason: str  # in words
 
 
 # Chaos

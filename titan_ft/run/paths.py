@@ -114,6 +114,10 @@ class RunPaths:
     def launcher_events(self, pid: int) -> Path:
         return self.events_file(f"launcher-{pid}")
 
+    def lighthouse_events(self, host: str, pid: int) -> Path:
+        """Event file of a lighthouse. Of several hosts' lighthouses two may have the same process id."""
+        return self.events_file(f"lighthouse-{host}-{pid}")
+
     @staticmethod
     def workers_pattern(
         replica: int | None = None, attempt: int | Literal["*"] | None = None, rank: int | None = None

@@ -123,7 +123,7 @@ class Job:
             *([f"--fault_tolerance.process_group={PROCESS_GROUP}"] if PROCESS_GROUP else []),
             *flags,
         ]
-        settings = dict(lighthouse or {})
+        settings = {"run_dir": str(self.paths.root), **(lighthouse or {})}
         if heartbeat_timeout_ms:
             self.flags.append(f"--fault_tolerance.heartbeat_timeout_ms={heartbeat_timeout_ms}")
             settings["heartbeat_timeout_ms"] = heartbeat_timeout_ms

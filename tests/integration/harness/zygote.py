@@ -95,8 +95,8 @@ def lighthouse() -> None:
     from titan_ft.options import Lighthouse
 
     settings = json.loads(sys.argv[2])
-    if "announce" in settings:
-        settings["announce"] = Path(settings["announce"])
+    for name in {"announce", "run_dir"} & settings.keys():
+        settings[name] = Path(settings[name])
     serve(Lighthouse(bind=sys.argv[1], **settings))
 
 

@@ -24,6 +24,7 @@ NOTED: tuple[type[ev.Event], ...] = (
     ev.StartedAnew,
     ev.DataReset,
     ev.ForeignMember,
+    ev.StrangerRefused,
     ev.CheckpointFailed,
     ev.CheckpointSkipped,
     ev.AgentEnded,
