@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Groups follow a lighthouse that moves, without a restart and without parting."""
+"""Groups follow a lighthouse that moves, without a restart and without separating."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DEADLINE = 20.0  # seconds; only ever reached by a bug
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where lighthouses announce themselves."""
+    """The file in which lighthouses announce themselves."""
     return tmp_path / "lighthouse.json"
 
 
 @pytest.fixture
 def moving(path: Path, start_lighthouse: Callable[..., str]) -> Iterator[Any]:
-    """Provide seats at whichever lighthouse is announced; nobody announces one yet."""
+    """Provide seats at the announced lighthouse. No lighthouse is announced yet."""
     from tests.replica.conftest import Seats
 
     seats = Seats(f"file:{path}")
@@ -39,7 +39,7 @@ def named(seat: Any, name: str) -> list[dict[str, Any]]:
 
 
 def test_groups_follow_one_that_died(moving: Any, path: Path, nursery: subprocess.Popen[str]) -> None:
-    """Both ranks of both groups go on in the next quorum under their old names, as soon as another is announced."""
+    """Both ranks of both groups go on under their names as soon as another lighthouse is announced."""
     from tests.replica.conftest import MortalLighthouse
 
     first = MortalLighthouse(nursery)
@@ -66,7 +66,10 @@ def test_groups_follow_one_that_died(moving: Any, path: Path, nursery: subproces
 
 
 def test_a_group_in_the_midst_of_a_step_is_waited_for(moving: Any, path: Path, start_lighthouse: Any) -> None:
-    """It follows by itself; the successor, which knows nobody, gives no quorum without it to who asks first."""
+    """The group follows during its step.
+
+    The successor knows no group, and gives no quorum without it.
+    """
     Announcement(start_lighthouse()).write(path)
     early, late = moving.take(0), moving.take(1)
     moving.meet(early, late, steps=[3, 3])
@@ -80,7 +83,10 @@ def test_a_group_in_the_midst_of_a_step_is_waited_for(moving: Any, path: Path, s
 
 
 def test_a_file_that_cannot_be_read_makes_no_lighthouse_count(moving: Any, path: Path, start_lighthouse: Any) -> None:
-    """Members that change are taken from one that the file names; storage that hiccups says nothing of who that is."""
+    """Changed members count only from the announced lighthouse.
+
+    An unreadable file does not show it.
+    """
     announced = Announcement(start_lighthouse())
     announced.write(path)
     one, other = moving.take(0), moving.take(1)
@@ -94,7 +100,10 @@ def test_a_file_that_cannot_be_read_makes_no_lighthouse_count(moving: Any, path:
 
 
 def test_one_that_was_only_slow_gives_no_quorum_any_more(moving: Any, path: Path, start_lighthouse: Any) -> None:
-    """A successor is announced, one group has followed, and the old one still answers the other."""
+    """A successor is announced and one group has followed.
+
+    The old lighthouse still answers the other.
+    """
     Announcement(start_lighthouse()).write(path)
     one, other = moving.take(0), moving.take(1)
     moving.meet(one, other, steps=[3, 3])
@@ -112,7 +121,7 @@ def test_one_that_was_only_slow_gives_no_quorum_any_more(moving: Any, path: Path
 def test_a_first_start_waits_for_the_successor(
     moving: Any, path: Path, start_lighthouse: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that names one that is gone is no reason to end: Slurm starts another."""
+    """The file names a lighthouse that is gone. The group waits, because Slurm starts another one."""
     monkeypatch.setattr("titan_ft.membership.seat.CONNECT_SECONDS", 0.3)
     Announcement("http://127.0.0.1:9").write(path)
     taken = moving.submit(lambda: moving.take(0))
@@ -126,7 +135,7 @@ def test_a_first_start_waits_for_the_successor(
 def test_a_name_that_stands_for_another_address(
     seats: Any, monkeypatch: pytest.MonkeyPatch, nursery: subprocess.Popen[str]
 ) -> None:
-    """It is resolved anew when nobody answers, and not before."""
+    """The name is resolved again when nobody answers, and not before."""
     from tests.replica.conftest import MortalLighthouse
     from titan_ft.run import lighthouse as where
 

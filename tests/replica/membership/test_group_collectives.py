@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the ranks of a group tell each other; the collectives themselves are in the exploration."""
+"""Values that the ranks of a group gather. The exploration tests the collectives themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_ft.membership.group_collectives import GroupCollectives
 def test_a_union_has_the_numbers_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, own: list[int], siblings: list[list[int]]
 ) -> None:
-    """However many there are: an integer carries some at a time."""
+    """One integer carries 62 numbers, so many numbers take several gathers."""
     group, calls = GroupCollectives(torch.device("cpu"), None), list[int]()
     others: Any = [iter(_told(sibling, [own, *siblings])) for sibling in siblings]
 
@@ -33,7 +33,7 @@ def test_a_union_has_the_numbers_of_all_ranks(
 
 
 def _told(numbers: list[int], everybody: list[list[int]]) -> list[int]:
-    """Return what a rank with these numbers gathers: the largest one, then its part of 62 of them at a time."""
+    """Return the values that a rank with these numbers gives: the largest one, then masks of 62 each."""
     largest = max((number for each in everybody for number in each), default=-1)
     masks = [sum(1 << n - first for n in numbers if 0 <= n - first < 62) for first in range(0, largest + 1, 62)]
     return [max(numbers, default=-1), *masks]

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Quorum, process group and vote, against a real lighthouse with groups of this process."""
+"""Quorum, process group and vote, with a real lighthouse and groups within this process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEADLINE = 20.0  # seconds; only ever reached by a bug
 
 
 def add_up(seats: Any, *members: Membership) -> list[float]:
-    """Let each member add 1, 2, 4, ... over the process group; returns what each of them then has."""
+    """Let the members add 1, 2, 4, ... over the process group. Return the sum that each member has."""
     tensors = [torch.tensor([float(2**number)]) for number in range(len(members))]
     options = AllreduceOptions()
     options.reduceOp = ReduceOp.SUM
@@ -52,7 +52,10 @@ def add_up(seats: Any, *members: Membership) -> list[float]:
 
 
 def test_two_groups_meet(seats: Any) -> None:
-    """Both see the same quorum, each its own rank in the order of slots, and can add up over the process group."""
+    """Both groups see the same quorum, and their own ranks in the order of the slots.
+
+    Their process group adds.
+    """
     late, early = seats.take(3), seats.take(1)
     first, second = seats.meet(late, early)
     assert first.key == second.key
@@ -65,7 +68,7 @@ def test_two_groups_meet(seats: Any) -> None:
 
 
 def test_peers_know_each_others_state_server(seats: Any) -> None:
-    """Each member learns the address that each other member advertised, by rank."""
+    """Each member learns the address that each other member advertises."""
     members = seats.take(0, address="10.0.0.1:70"), seats.take(1, address="10.0.0.2:71")
     seats.meet(*members)
     for member in members:
@@ -74,7 +77,7 @@ def test_peers_know_each_others_state_server(seats: Any) -> None:
 
 
 def test_a_group_alone_has_a_quorum_of_one(seats: Any) -> None:
-    """Nobody else is needed; what it adds up is its own."""
+    """A lone group needs no other group. Its sum is its own value."""
     alone = seats.take(5)
     (quorum,) = seats.meet(alone)
     assert (quorum.rank, quorum.slots, quorum.error) == (0, [5], None)
@@ -82,13 +85,13 @@ def test_a_group_alone_has_a_quorum_of_one(seats: Any) -> None:
 
 
 def test_the_largest_number_of_updates_is_told(seats: Any) -> None:
-    """So that each group sees whether it is behind."""
+    """The quorum has the largest number of updates. So each group sees whether it is behind."""
     quorums = seats.meet(seats.take(0), seats.take(1), seats.take(2), steps=[5, 3, 5])
     assert [quorum.max_step for quorum in quorums] == [5, 5, 5]
 
 
 def test_asking_returns_at_once(seats: Any, start_lighthouse: Callable[..., str]) -> None:
-    """The quorum is asked for in the background: a group that has to wait for others goes on computing."""
+    """A request runs in the background. A group that waits for others goes on computing."""
     seats.lighthouse = start_lighthouse(min_replicas=2)
     one, two = seats.take(0), seats.take(1)
     assert not one.quorum_requested
@@ -101,7 +104,10 @@ def test_asking_returns_at_once(seats: Any, start_lighthouse: Callable[..., str]
 
 @pytest.mark.parametrize("asks_again", [False, True])
 def test_a_move_belongs_to_the_reply_after_it(seats: Any, asks_again: bool) -> None:
-    """The seat may move while its group looks for a joiner. The reply that is there is the former lighthouse's."""
+    """The seat moves while its group looks for a joiner.
+
+    The present reply is the former lighthouse's.
+    """
     seat = seats.take(0)._seat
     repeats = [asks_again, False]
 
@@ -114,7 +120,7 @@ def test_a_move_belongs_to_the_reply_after_it(seats: Any, asks_again: bool) -> N
 
 
 def compute_alone(seats: Any, step_seconds: float) -> list[Membership]:
-    """Return the ranks of a lone group that computes a step and has asked for its quorum."""
+    """Return the ranks of a lone group that has requested its quorum and computes a step."""
     ranks: list[Membership] = seats.take_group(0)
     seats.meet(*ranks)
     seats.together(*[partial(rank.vote, 0, True) for rank in ranks])
@@ -125,7 +131,10 @@ def compute_alone(seats: Any, step_seconds: float) -> list[Membership]:
 
 
 def test_a_lone_group_that_computes_admits_a_group_that_comes(seats: Any) -> None:
-    """Its quorum stays open until it is needed: the joiner is in the exchange of the step under way, with all ranks."""
+    """The quorum stays open until it is needed.
+
+    So the joiner is in the exchange of the current step.
+    """
     ranks = compute_alone(seats, DEADLINE)
     joiner = seats.take(1)
     for rank in ranks:
@@ -136,7 +145,7 @@ def test_a_lone_group_that_computes_admits_a_group_that_comes(seats: Any) -> Non
 
 
 def test_a_lone_group_that_has_computed_waits_for_nobody(seats: Any) -> None:
-    """A group that has yet to ask comes to the next exchange. Rank 0 speaks for all ranks."""
+    """A group that asks later comes to the next exchange. Rank 0 decides for all ranks."""
     ranks = compute_alone(seats, DEADLINE)
     seats.take(1)
     ranks[1].need_quorum()
@@ -150,7 +159,10 @@ def test_a_lone_group_that_has_computed_waits_for_nobody(seats: Any) -> None:
 def test_a_lone_group_admits_nobody_that_would_hold_it_up(
     seats: Any, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    """It has its quorum while it computes: the connections to a joiner would be made after its step."""
+    """The group gets its quorum while it computes.
+
+    Connections to a joiner would delay it after its step.
+    """
     if reason == "it is to leave":
         monkeypatch.setattr(seats, "take", partial(seats.take, leave_requested=lambda: True))
     ranks = compute_alone(seats, {"its step is nearly over": 0.02, "no step was measured": 0.0}.get(reason, DEADLINE))
@@ -158,7 +170,7 @@ def test_a_lone_group_admits_nobody_that_would_hold_it_up(
 
 
 def test_a_group_that_computes_and_is_not_alone_has_its_quorum_at_once(seats: Any) -> None:
-    """Its exchange makes collectives during backward, with the members of that time."""
+    """Its exchange makes collectives during backward, with the present members."""
     one, two = seats.take(0), seats.take(1)
     seats.meet(one, two)
     seats.together(*[partial(seat.vote, 0, True) for seat in (one, two)])
@@ -168,7 +180,7 @@ def test_a_group_that_computes_and_is_not_alone_has_its_quorum_at_once(seats: An
 
 
 def test_waiting_for_a_quorum_needs_a_question(seats: Any) -> None:
-    """Waiting without having asked is our bug, and no endless wait."""
+    """To wait without a request is a bug. It raises, and does not wait for ever."""
     with pytest.raises(AssertionError, match="request_quorum"):
         seats.take(0).await_quorum()
 
@@ -177,7 +189,7 @@ def test_waiting_for_a_quorum_needs_a_question(seats: Any) -> None:
 def test_a_quorum_is_asked_for_once_in_a_round(
     seats: Any, start_lighthouse: Callable[..., str], answered: bool
 ) -> None:
-    """A second question before the vote is our bug: it would drop what the first one was answered, on one rank only."""
+    """A second request before the vote is a bug: it would drop the answer to the first on one rank only."""
     seats.lighthouse = start_lighthouse(min_replicas=2)
     one, two = seats.take(0), seats.take(1)
     one.request_quorum(0)
@@ -196,9 +208,10 @@ def test_a_quorum_is_asked_for_once_in_a_round(
 def test_waiting_for_others_is_no_error(
     seats: Any, start_lighthouse: Callable[..., str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beyond `PROBE_SECONDS` a group that waits for others says so and goes on waiting, with the same request.
+    """After `PROBE_SECONDS` a waiting group logs the wait, and waits on with the same request.
 
-    A rank that asked again would be counted for the next quorum, which its siblings would get without it.
+    A rank that asked again would be counted for the next quorum, and its siblings would get that
+    quorum without it.
     """
     seats.lighthouse = start_lighthouse(min_replicas=2)
     monkeypatch.setattr("titan_ft.membership.seat.PROBE_SECONDS", 0.3)
@@ -223,13 +236,16 @@ def test_a_long_wait_for_others_is_told(
     method: str | None,
     told: list[int],
 ) -> None:
-    """Each time that `PROBE_SECONDS` are over; with rounds, which may be long, when it is twice as long."""
+    """The wait is logged each `PROBE_SECONDS`.
+
+    With long rounds it is logged each time it has doubled.
+    """
     monkeypatch.setattr("titan_ft.membership.seat.PROBE_SECONDS", 10.0)
     seat = seats.take(0, config=seats.config(0, semi_sync_method=method))._seat
     now, reply = 0.0, Reply(7, ["one", "other"], 3)
 
     class Answer:
-        """One that comes after 85 seconds."""
+        """An answer that comes after 85 seconds."""
 
         def exception(self, timeout: float) -> None:
             nonlocal now
@@ -253,7 +269,7 @@ def test_a_long_wait_for_others_is_told(
 
 
 def test_a_quorum_goes_on_after_a_yes(seats: Any) -> None:
-    """While nothing changes the process group stays, and `joined` is told once."""
+    """While the members stay the same, the process group stays. `joined` is written once."""
     members = seats.take(0), seats.take(1)
     before = seats.meet(*members)[0]
     groups = [member.process_group._pg for member in members]
@@ -268,7 +284,7 @@ def test_a_quorum_goes_on_after_a_yes(seats: Any) -> None:
 
 
 def test_a_no_of_one_group_renews_the_quorum(seats: Any) -> None:
-    """After one group's broken exchange all members build a new process group, which works."""
+    """After one group's failed exchange all members build a new process group, which works."""
     members = seats.take(0), seats.take(1)
     before = seats.meet(*members)[0]
     assert [members[0].vote(0, True), members[1].vote(0, False)] == [True, False]
@@ -279,7 +295,7 @@ def test_a_no_of_one_group_renews_the_quorum(seats: Any) -> None:
 
 
 def test_ranks_of_a_group_agree(seats: Any) -> None:
-    """One rank's no is the no of the whole group; a yes needs all."""
+    """A "no" of one rank is the "no" of its group. A "yes" needs all ranks."""
     ranks = seats.take_group(0)
     for votes, agreed in (((True, True), True), ((True, False), False), ((False, True), False)):
         quorums = seats.meet(*ranks)
@@ -289,7 +305,7 @@ def test_ranks_of_a_group_agree(seats: Any) -> None:
 
 
 def test_a_vote_ends_although_a_rank_does_not_vote(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the other groups' time as well."""
+    """The limit is there because the other groups wait for this vote."""
     monkeypatch.setattr("titan_ft.membership.membership.VOTE_SECONDS", 0.2)
     ranks = seats.take_group(0)
     seats.meet(*ranks)
@@ -298,7 +314,7 @@ def test_a_vote_ends_although_a_rank_does_not_vote(seats: Any, monkeypatch: pyte
 
 
 def test_ranks_meet_their_counterparts(seats: Any) -> None:
-    """Rank r of a group exchanges with rank r of the other, and learns that rank's state server."""
+    """Rank r of one group exchanges with rank r of the other, and learns that rank's state server."""
     first = seats.take_group(0)
     second = seats.take_group(1)
     seats.meet(*first, *second)
@@ -311,7 +327,7 @@ def test_ranks_meet_their_counterparts(seats: Any) -> None:
 
 
 def test_a_group_that_left_is_missing_from_the_next_quorum(seats: Any) -> None:
-    """After close a group has no heartbeat: the others go on without it, with a process group of their own."""
+    """A closed group sends no heartbeats. The others go on in a process group without it."""
     stays, leaves = seats.take(0), seats.take(1)
     before = seats.meet(stays, leaves)[0]
     for member in (stays, leaves):
@@ -324,7 +340,7 @@ def test_a_group_that_left_is_missing_from_the_next_quorum(seats: Any) -> None:
 
 
 def test_a_newcomer_is_in_the_next_quorum(seats: Any) -> None:
-    """A group that comes later joins those that are there, and all can add up."""
+    """A group that comes later joins the present groups, and all of them can add."""
     old = seats.take(0), seats.take(2)
     seats.meet(*old)
     for member in old:
@@ -338,7 +354,7 @@ def test_a_newcomer_is_in_the_next_quorum(seats: Any) -> None:
 
 
 class Stranger:
-    """A client that asks the lighthouse for quorums again and again, and does nothing else."""
+    """A client that requests quorums again and again, and does nothing else."""
 
     def __init__(self, lighthouse: str, replica_id: str, step: int = 0) -> None:
         from torchft.coordination import LighthouseClient
@@ -367,7 +383,7 @@ class Stranger:
                 pass
 
     def leave(self) -> None:
-        """Ask no more."""
+        """Make no further requests."""
         self._stop.set()
         self._thread.join()
 
@@ -381,7 +397,7 @@ def stranger(seats: Any) -> Iterator[Stranger]:
 
 
 def test_a_foreign_member_is_left_aside(seats: Any, stranger: Stranger, caplog: pytest.LogCaptureFixture) -> None:
-    """Who is no group of this job is named once, and neither averaged with nor believed; the groups meet without it."""
+    """A stranger is named once. The groups meet without it, and ignore its step."""
     members = seats.take(0), seats.take(1)
     for step in (3, 4):
         quorums = seats.meet(*members, steps=[step, step])
@@ -396,7 +412,7 @@ def test_a_foreign_member_is_left_aside(seats: Any, stranger: Stranger, caplog: 
 
 
 def test_who_is_behind_shows_in_spite_of_a_stranger(seats: Any, stranger: Stranger) -> None:
-    """The members tell each other their steps, so that a stranger's claim hides nobody who is behind."""
+    """Members exchange their steps. So a stranger's claim does not hide a group that is behind."""
     old = seats.take(1)
     seats.meet(old, steps=[5])
     old.vote(5, True)
@@ -405,14 +421,17 @@ def test_who_is_behind_shows_in_spite_of_a_stranger(seats: Any, stranger: Strang
 
 
 def test_one_rank_of_a_group_names_a_stranger(seats: Any, stranger: Stranger) -> None:
-    """The other ranks leave it aside, too, without a word."""
+    """The other ranks leave the stranger aside as well, and log nothing."""
     ranks = seats.take_group(0)
     assert [quorum.slots for quorum in seats.meet(*ranks)] == [[0], [0]]
     assert [len(rank._events.named("foreign_member")) for rank in ranks] == [1, 0]
 
 
 def test_strangers_are_reported_again_after_a_pause(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line for each reason, whatever the strangers' names; control characters are escaped once."""
+    """There is one line for each reason, whatever the strangers' names.
+
+    Control characters are escaped once.
+    """
     seat = seats.take(0)
     now = 1000.0
     monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=lambda: now))
@@ -426,7 +445,7 @@ def test_strangers_are_reported_again_after_a_pause(seats: Any, monkeypatch: pyt
 
 
 def test_a_member_that_dies_before_the_process_group_stands(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member of the quorum that never comes makes this quorum's exchange fail soon; the next one is without it."""
+    """A member that never comes makes this exchange fail soon. The next quorum is without it."""
     monkeypatch.setattr(rendezvous, "_BASE_SECONDS", 0.2)
     stranger = Stranger(seats.lighthouse, Member(1, time.time(), "ghost", "c0ffee", token=TOKEN).replica_id)
     try:
@@ -446,7 +465,7 @@ def test_a_member_that_dies_before_the_process_group_stands(seats: Any, monkeypa
 
 
 def fate(seat: Membership) -> BaseException:
-    """Go from quorum to quorum until one ends this group; returns how."""
+    """Go from quorum to quorum until one of them ends this group. Return the reason."""
     while True:
         if not seat.quorum_requested:
             seat.request_quorum(0)
@@ -459,7 +478,12 @@ def fate(seat: Membership) -> BaseException:
 
 
 def stay(seat: Any, slots: list[int], stranger: bool = False) -> None:
-    """Go from quorum to quorum as training does until one has these slots (and a stranger was named); each must do."""
+    """Go from quorum to quorum, as training does, until one has these slots.
+
+    Each exchange must work.
+
+    With `stranger`, a stranger must have been named as well.
+    """
     while True:
         if not seat.quorum_requested:
             seat.request_quorum(0)
@@ -470,7 +494,7 @@ def stay(seat: Any, slots: list[int], stranger: bool = False) -> None:
 
 
 def test_the_older_of_two_processes_of_a_slot_ends(seats: Any) -> None:
-    """A slot that was started again: the older process is told that it was replaced, the newer one goes on alone."""
+    """After a restart, the older process of a slot ends with an error, and the newer one goes on."""
     old = seats.take(0)
     seats.meet(old)
     new = seats.take(0)
@@ -483,7 +507,7 @@ def test_the_older_of_two_processes_of_a_slot_ends(seats: Any) -> None:
 
 
 def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
-    """A third group exchanges with the newer process in the very quorum that still holds the older one."""
+    """A third group exchanges with the newer process even in a quorum that still has the older one."""
     bystander, old = seats.take(1), seats.take(0)
     seats.meet(bystander, old)
     for seat in (bystander, old):
@@ -521,9 +545,9 @@ def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
 def test_a_newcomer_of_another_kind_ends(
     seats: Any, kind: dict[str, str], error: type[Exception], told: list[str], named: str
 ) -> None:
-    """A newcomer of another config, shape, job or token is told with whom it disagrees, and exchanges nothing.
+    """A newcomer with another config, shape, job or token ends, and the error names the group that it differs from.
 
-    The first group names it and goes on.
+    The first group logs the newcomer and goes on.
     """
     old = seats.take(0, config=seats.config(0, job_id="ours"), shape="1r")
     seats.meet(old)
@@ -545,7 +569,7 @@ def test_a_newcomer_of_another_kind_ends(
 
 
 def test_a_lighthouse_that_is_not_there(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taking a seat fails within `CONNECT_SECONDS`, and names both ways to give the right address."""
+    """Taking a seat fails within `CONNECT_SECONDS`. The error names both settings of the address."""
     monkeypatch.setattr("titan_ft.membership.seat.CONNECT_SECONDS", 0.5)
     started = time.monotonic()
     with pytest.raises(LighthouseError) as caught:
@@ -556,7 +580,7 @@ def test_a_lighthouse_that_is_not_there(seats: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_lighthouse_that_dies(seats: Any, mortal_lighthouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quorum that nobody answers ends after `PROBE_SECONDS` with the same advice."""
+    """A request without an answer ends after `PROBE_SECONDS`, with the same advice."""
     monkeypatch.setattr("titan_ft.membership.seat.PROBE_SECONDS", 0.7)
     seats.lighthouse = mortal_lighthouse.address
     member = seats.take(0)
@@ -571,7 +595,7 @@ def test_a_lighthouse_that_dies(seats: Any, mortal_lighthouse: Any, monkeypatch:
 
 
 def restart(lighthouse: Any) -> None:
-    """Kill the lighthouse and start another at its port, as soon as that is free: a killed process ends in a moment."""
+    """Kill the lighthouse, and start another one at its port as soon as the port is free."""
     lighthouse.kill()
     host, port = lighthouse.address.removeprefix("http://").split(":")
     deadline = time.monotonic() + DEADLINE
@@ -586,9 +610,10 @@ def restart(lighthouse: Any) -> None:
 
 
 def test_a_lighthouse_that_comes_back(seats: Any, mortal_lighthouse: Any) -> None:
-    """Killed while it is asked, and back: the groups meet again well before the timeout, and can exchange.
+    """The lighthouse dies during a request and comes back. The groups meet well before the timeout.
 
-    It counts quorums from the beginning, under numbers that the groups' stores know already.
+    The new lighthouse counts quorums from the beginning, under numbers that the stores know
+    already.
     """
     seats.lighthouse = mortal_lighthouse.address
     members = [seats.take(slot) for slot in (0, 1)]
@@ -607,7 +632,10 @@ def test_a_lighthouse_that_comes_back(seats: Any, mortal_lighthouse: Any) -> Non
 
 
 def test_no_key_of_a_store_is_used_twice(seats: Any, mortal_lighthouse: Any) -> None:
-    """Quorums that a restarted lighthouse numbers again, of the same members at the same step, share no store keys."""
+    """A restarted lighthouse numbers quorums again.
+
+    Even with the same members, the store keys differ.
+    """
     seats.lighthouse = mortal_lighthouse.address
     groups = [FakeProcessGroup() for _ in range(2)]
     members = [seats.take(slot, process_group=groups[slot]) for slot in (0, 1)]
@@ -632,7 +660,10 @@ def test_a_forgetful_lighthouse_separates_nobody(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A restarted lighthouse makes a quorum of the first that asks; that one waits for those it was with before."""
+    """A restarted lighthouse gives a quorum to the first group.
+
+    That group waits for its former members.
+    """
     seats.lighthouse = mortal_lighthouse.address
     # The second group's heartbeat is slow, so that the new lighthouse does not know it before it asks.
     one = seats.take(0)
@@ -651,7 +682,7 @@ def test_a_forgetful_lighthouse_separates_nobody(
 
 
 def test_a_group_that_died_with_the_lighthouse_is_not_waited_for_long(seats: Any, mortal_lighthouse: Any) -> None:
-    """Who does not come back to a restarted lighthouse counts as gone."""
+    """A group that does not come back to a restarted lighthouse counts as gone."""
     seats.lighthouse = mortal_lighthouse.address
     stays, dies = seats.take(0), seats.take(1)
     seats.meet(stays, dies)
@@ -666,7 +697,7 @@ def test_a_group_that_died_with_the_lighthouse_is_not_waited_for_long(seats: Any
 
 
 class FakeProcessGroup:
-    """A process group that notes what is done to it."""
+    """A process group that records the calls to it."""
 
     def __init__(self) -> None:
         self.configured: list[str] = []
@@ -684,7 +715,7 @@ class FakeProcessGroup:
 
 
 def test_an_abort_reaches_the_other_ranks_of_the_group(seats: Any) -> None:
-    """When one rank breaks an exchange off, the other ranks of its group do so too; other groups are not told."""
+    """If one rank breaks off an exchange, its siblings do so too. Other groups get no note."""
     own, other = ([FakeProcessGroup() for _ in range(2)] for _ in range(2))
     ranks = [
         rank
@@ -699,7 +730,7 @@ def test_an_abort_reaches_the_other_ranks_of_the_group(seats: Any) -> None:
 
 
 def test_an_abort_is_of_one_quorum_only(seats: Any) -> None:
-    """A process group that was built after the abort is left alone, and can be aborted in its turn."""
+    """A process group that was built after an abort is not affected, and can be aborted as well."""
     groups = [FakeProcessGroup() for _ in range(2)]
     ranks = seats.take_group(0, of_rank=lambda rank: {"process_group": groups[rank]})
     for _ in range(3):
@@ -715,7 +746,7 @@ def test_an_abort_is_of_one_quorum_only(seats: Any) -> None:
 
 
 def test_an_abort_before_another_rank_has_begun(seats: Any, wait_until: Callable[..., None]) -> None:
-    """That rank knows of it when its process group is built, and does not wait in an exchange that is over."""
+    """A rank that builds its process group later sees the abort, and does not wait in that exchange."""
     groups = [FakeProcessGroup() for _ in range(2)]
     ranks = seats.take_group(0, of_rank=lambda rank: {"process_group": groups[rank]})
     first, second = (rank._rendezvous for rank in ranks)
@@ -730,7 +761,7 @@ def test_an_abort_before_another_rank_has_begun(seats: Any, wait_until: Callable
 
 
 def test_an_abort_of_a_former_quorum_does_nothing(seats: Any) -> None:
-    """Who breaks off what it has looked at may come late: then another process group is there, and goes on."""
+    """A watch may act late. Then there is another process group, which goes on."""
     group = FakeProcessGroup()
     member = seats.take(0, process_group=group)
     seats.meet(member)
@@ -745,7 +776,7 @@ def test_an_abort_of_a_former_quorum_does_nothing(seats: Any) -> None:
 
 
 def test_an_exchange_that_the_others_have_left(seats: Any) -> None:
-    """A group that was frozen in the midst of it breaks it off by itself when it thaws: nobody tells it."""
+    """A group that was frozen in an exchange breaks it off by itself when it thaws."""
     group = FakeProcessGroup()
     frozen, other = seats.take(0, process_group=group), seats.take(1, process_group=FakeProcessGroup())
     seats.meet(frozen, other)
@@ -761,7 +792,7 @@ def test_an_exchange_that_the_others_have_left(seats: Any) -> None:
 
 
 def test_an_exchange_that_another_group_has_broken_off(seats: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """All members live and none is in another quorum: one took another for dead, and NCCL's abort reaches nobody."""
+    """All members live, but one of them took another for dead. NCCL's abort reaches nobody."""
     group = FakeProcessGroup()
     config = seats.config(0, process_group="nccl")
     waits, leaves = seats.take(0, config=config, process_group=group), seats.take(1, process_group=FakeProcessGroup())
@@ -780,7 +811,7 @@ def test_an_exchange_that_another_group_has_broken_off(seats: Any, caplog: pytes
 
 
 def test_a_store_that_went_with_its_group_is_not_tried_again(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a newcomer waited for seconds for the host of a quorum that had just died, and the others for it."""
+    """A newcomer would otherwise wait seconds for the host of a dead group, and the others for the newcomer."""
     member = seats.take(0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         gone = Member(1, 1.0, "gone", "c0ffee", store=f"127.0.0.1:{listener.getsockname()[1]}")
@@ -794,7 +825,7 @@ def test_a_store_that_went_with_its_group_is_not_tried_again(seats: Any, monkeyp
 
 
 def test_with_nccl_a_silent_member_is_waited_for_half_as_long(seats: Any) -> None:
-    """No closed connection tells of it: one heartbeat timeout, which is all that the lighthouse waits itself."""
+    """NCCL shows no closed connection. The patience is one heartbeat timeout, as at the lighthouse."""
     gloo, nccl = (
         seats.take(slot, config=seats.config(slot, process_group=backend), process_group=FakeProcessGroup())
         for slot, backend in enumerate(("gloo", "nccl"))
@@ -804,7 +835,7 @@ def test_with_nccl_a_silent_member_is_waited_for_half_as_long(seats: Any) -> Non
 
 
 def test_who_lives_and_is_in_no_quorum(seats: Any, wait_until: Callable[..., None]) -> None:
-    """A group that has come, or come back, and has yet to ask; rank 0 alone looks."""
+    """A group outside has come or come back, and has not asked yet. Only rank 0 looks."""
     ranks = seats.take_group(0)
     quorums = seats.meet(*ranks)
     assert ranks[0].find_outsiders(quorums[0], 0) == []
@@ -814,7 +845,10 @@ def test_who_lives_and_is_in_no_quorum(seats: Any, wait_until: Callable[..., Non
 
 
 def test_who_of_a_former_quorum_still_heartbeats(seats: Any, wait_until: Callable[..., None]) -> None:
-    """A process that took the slot of one that is gone is another one, and a lighthouse that is away says nothing."""
+    """Another process in the slot of a dead one does not count.
+
+    Without a page, all count as living.
+    """
     own, other = seats.take(0), seats.take(1)
     (quorum, _) = seats.meet(own, other)
     assert own.find_living(quorum.members) == {0, 1}
@@ -827,7 +861,10 @@ def test_who_of_a_former_quorum_still_heartbeats(seats: Any, wait_until: Callabl
 
 
 def test_who_holds_a_later_state_and_is_outside(seats: Any, wait_until: Callable[..., None]) -> None:
-    """It is silent there, and lives as long as it answers: nobody is to give up what it holds."""
+    """A group outside is silent, and lives while it answers a probe.
+
+    Its later state must not be given up.
+    """
     gone: list[str] = []
     probe = FakeProbe(lambda peer: peer.unique in gone)
     own = seats.take(0, probe=probe)
@@ -843,7 +880,7 @@ def test_who_holds_a_later_state_and_is_outside(seats: Any, wait_until: Callable
 
 
 def test_a_group_finds_its_counterparts_without_a_quorum(seats: Any, wait_until: Callable[..., None]) -> None:
-    """Each rank for itself, by the lighthouse's page and the store of the group that it looks for."""
+    """Each rank finds its counterpart from the lighthouse's page and the other group's store."""
     waits = seats.take_group(0, of_rank=lambda rank: {"address": f"10.0.0.{rank}:1"})
     seats.take_group(1, of_rank=lambda rank: {"address": f"10.0.1.{rank}:1"})
     wait_until(lambda: list(waits[1]._find_peers(waits[1]._read_status())) == [1], "group 1 is heard of")
@@ -854,7 +891,10 @@ def test_a_group_finds_its_counterparts_without_a_quorum(seats: Any, wait_until:
 
 
 def test_whose_state_a_newcomer_can_use(seats: Any) -> None:
-    """Of an exchange that counts on its former process; all others make an update before it has a quorum."""
+    """Only an exchange that expects its former process.
+
+    Other exchanges make an update before it has a quorum.
+    """
     first, former = seats.take(0), seats.take(1)
     seats.meet(first, former)
     newcomer, successor = seats.take(2), seats.take(1)
@@ -870,7 +910,7 @@ def test_whose_state_a_newcomer_can_use(seats: Any) -> None:
 def test_a_process_group_that_cannot_be_aborted(
     seats: Any, wait_until: Callable[..., None], stuck: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other ranks of the group are told all the same, the log says why, and the next quorum is watched as well."""
+    """The other ranks still get the note, the log has the reason, and the next quorum is watched."""
 
     class Stuck(FakeProcessGroup):
         def abort(self, errored: bool = True) -> None:
@@ -891,7 +931,7 @@ def test_a_process_group_that_cannot_be_aborted(
 
 
 def test_closing_after_the_silence(seats: Any) -> None:
-    """A group that has fallen silent asks for nothing more, and can still be closed, once or twice."""
+    """A group whose heartbeats have stopped makes no requests, and can be closed once or twice."""
     member, other = seats.take(0), seats.take(1)
     seats.meet(member, other)
     member.stop_heartbeats()
@@ -903,7 +943,10 @@ def test_closing_after_the_silence(seats: Any) -> None:
 
 
 def test_a_vote_under_way_when_the_group_falls_silent(seats: Any, wait_until: Callable[..., None]) -> None:
-    """It waits: the thread that ends the process has yet to say why. When the group is closed it ends."""
+    """The vote waits, because the thread that ends the process still has to report.
+
+    Closing ends the vote.
+    """
     ranks = seats.take_group(0)
     seats.meet(*ranks)
     control = ranks[0]._control
@@ -920,7 +963,7 @@ def test_a_vote_under_way_when_the_group_falls_silent(seats: Any, wait_until: Ca
 
 
 def test_closing_stops_the_heartbeats_and_the_process_group(seats: Any) -> None:
-    """A closed seat has no process group left that a peer could wait for, and closing needs no peer."""
+    """A closed seat has no process group that a peer could wait for. Closing needs no peer."""
     group = FakeProcessGroup()
     member = seats.take(0, process_group=group)
     seats.meet(member)
@@ -931,7 +974,10 @@ def test_closing_stops_the_heartbeats_and_the_process_group(seats: Any) -> None:
 
 
 def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restarted lighthouse, and a group that is gone: a member that knows of no restart asks after a broken round."""
+    """A lighthouse restarts and a group is gone.
+
+    A member that knows of no restart asks after a failed exchange.
+    """
     monkeypatch.setattr("titan_ft.membership.membership._REUNION_PAUSE_SECONDS", 0.0)
     members = [seats.take(slot) for slot in range(3)]
     first = seats.meet(*members)[0]
@@ -956,7 +1002,7 @@ def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pyte
 
 
 def test_nobody_waits_for_a_group_that_it_cannot_reach(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lighthouse was started again, and that group is there: it is no group that has yet to find it."""
+    """After a restart of the lighthouse, a group that is present but unreachable is not waited for."""
     members = [seats.take(slot) for slot in range(2)]
     seats.meet(*members)
     first, second = (member.member for member in members)
@@ -976,7 +1022,10 @@ def test_nobody_waits_for_a_group_that_it_cannot_reach(seats: Any, monkeypatch: 
 
 
 def test_the_manager_takes_no_other_connection(seats: Any) -> None:
-    """Everybody on the host could kill the process there. Quorums and heartbeats go on, also at a second seat."""
+    """Any process of the host could kill this process there.
+
+    Quorums and heartbeats go on, after a second seat too.
+    """
     members = [seats.take(slot) for slot in (0, 1)]
     for step in range(2):
         for member in members:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Groups that cannot reach each other: who goes on, who waits outside and comes back, with a real lighthouse."""
+"""Groups that cannot reach each other: which go on, and which wait outside; with a real lighthouse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEADLINE = 20.0  # seconds; only ever reached by a bug
 
 
 class Network:
-    """The links between the ranks of groups: a dead one breaks each exchange that both of its ends are in."""
+    """The links between the ranks of groups. A dead link breaks each exchange between its ends."""
 
     def __init__(self, seats: Any) -> None:
         self._seats = seats
@@ -37,19 +37,19 @@ class Network:
         self._worked: dict[tuple[str, int, int], bool] = {}
 
     def cut(self, one: int, other: int, rank: int = 0) -> None:
-        """Lose what rank `rank` of group `one` sends to its counterpart in group `other`, and the other way round."""
+        """Drop all packets between rank `rank` of two groups, in both directions."""
         self._dead |= {(one, other, rank), (other, one, rank)}
 
     def mend(self) -> None:
-        """Let everything through again."""
+        """Let all packets through again."""
         self._dead.clear()
 
     def works(self, slots: Sequence[int], rank: int) -> bool:
-        """Say whether the ranks `rank` of these groups can exchange."""
+        """True if the ranks `rank` of these groups can exchange."""
         return not any(one in slots and other in slots and rank == where for one, other, where in self._dead)
 
     def exchange(self, seat: Membership, quorum: Quorum, rank: int) -> bool:
-        """Make an exchange with the quorum's members; says whether it worked, which is the same for all of them."""
+        """Make an exchange with the quorum's members. Returns whether it worked, the same for all."""
         with self._lock:
             self._made[seat, quorum.key] += 1
             exchange = quorum.key, rank, self._made[seat, quorum.key]
@@ -66,7 +66,7 @@ class Network:
         return False
 
     def probe(self, slot: int, rank: int) -> FakeProbe:
-        """Return what `Membership` of a rank asks about its peers."""
+        """Return the result of a rank's probe of its peers."""
 
         def is_lost(peer: Peer) -> bool:
             slots = {f"127.0.0.1:{store.port}": number for number, store in self._seats.stores.items()}
@@ -76,7 +76,7 @@ class Network:
 
 
 class NoProcessGroup:
-    """Stands in for a process group; `Network.exchange` says what becomes of its exchanges."""
+    """Stands in for a process group. `Network.exchange` decides the results of its exchanges."""
 
     def __init__(self, network: Network) -> None:
         self._groups = network.groups
@@ -90,17 +90,19 @@ class NoProcessGroup:
         self.aborted.clear()
 
     def abort(self, errored: bool = True) -> None:
-        """Break off: the others see closed connections."""
+        """Break off. The other members see closed connections."""
         for group in self._groups if errored else ():
             group.aborted.set()
 
 
 class Group:
-    """A group that trains: one thread for each rank. A step is its number, a heal takes no time.
+    """A group that trains, with one thread for each rank.
+
+    A step is its number, a heal takes no time.
 
     Attributes:
-        commits: (step, members' slots) of each step that it committed.
-        sigterm: the ranks that were told to leave.
+        commits: (step, slots of the members) of each committed step.
+        sigterm: the ranks that have been asked to leave.
         left: the ranks that have left in order.
     """
 
@@ -159,7 +161,7 @@ class Group:
             self._told.notify_all()
 
     def wait_for(self, slots: list[int], steps: int = 3) -> None:
-        """Wait until it commits so many further steps, with just these groups."""
+        """Wait until the group has committed so many further steps with exactly these groups."""
         with self._told:
             begun = len(self.commits)
             met = self._told.wait_for(
@@ -174,7 +176,7 @@ class Group:
         self.ranks[0]._events.wait_for(event, count)
 
     def die(self) -> None:
-        """End as a killed process does: no more heartbeats."""
+        """End like a killed process: without further heartbeats."""
         self._stop = True
         for seat in self.ranks:
             seat.close()
@@ -202,7 +204,10 @@ def start(seats: Any, network: Network) -> Iterator[Callable[..., Group]]:
 
 
 def test_the_largest_clique_goes_on_and_the_others_come_back(network: Network, start: Callable[..., Group]) -> None:
-    """Groups 0 and 2 lose each other: 0 and 1 go on, 2 waits outside with its state, and is back when the link is."""
+    """Groups 0 and 2 lose each other.
+
+    Groups 0 and 1 go on; group 2 waits outside until the link works.
+    """
     groups = [start(slot) for slot in range(3)]
     for group in groups:
         group.wait_for([0, 1, 2])
@@ -227,9 +232,9 @@ def test_the_largest_clique_goes_on_and_the_others_come_back(network: Network, s
 
 
 def test_an_exchange_over_a_silent_link_is_broken_off(network: Network, start: Callable[..., Group]) -> None:
-    """Nobody closes a connection: the ends look at their links while they wait, and tell after one failed vote.
+    """No connection is closed. Both ends probe their links, and report after one failed vote.
 
-    Only the ranks 1 have lost each other: both ranks of a group go on, or wait, all the same.
+    Only the ranks 1 have lost each other. Both ranks of each group still act together.
     """
     groups = [start(slot, world_size=2) for slot in range(3)]
     for group in groups:
@@ -248,7 +253,7 @@ def test_an_exchange_over_a_silent_link_is_broken_off(network: Network, start: C
 
 
 def test_a_link_that_one_rank_has_lost_is_known_to_its_group_after_the_vote(seats: Any) -> None:
-    """All ranks look at their links after that vote, and not after the next one that fails."""
+    """All ranks probe their links after that vote, and not only after the next failed one."""
     ranks = seats.take_group(0)
     seats.meet(*ranks)
     ranks[1]._partition._dead_links = partition._DeadLinks(ranks[1]._rendezvous.prefix, [])
@@ -257,7 +262,10 @@ def test_a_link_that_one_rank_has_lost_is_known_to_its_group_after_the_vote(seat
 
 
 def test_a_rank_that_looks_late_does_not_hear_of_the_next_vote(seats: Any) -> None:
-    """A sibling may find a dead link and say so before its next vote: then only that vote's result counts."""
+    """A sibling may report a dead link before its next vote.
+
+    A late rank must not take it for this vote's.
+    """
     ranks = seats.take_group(0)
     seats.meet(*ranks)
     seats.together(lambda: ranks[0].vote(0, True), lambda: ranks[1].vote(0, False))
@@ -268,7 +276,7 @@ def test_a_rank_that_looks_late_does_not_hear_of_the_next_vote(seats: Any) -> No
 
 
 def test_a_link_that_flickers(network: Network, start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group whose link passes each look and fails each exchange comes back more and more seldom."""
+    """A link passes each probe and fails each exchange. Its group comes back more and more seldom."""
     groups = [start(slot) for slot in range(3)]
     for group in groups:
         group.wait_for([0, 1, 2])
@@ -287,7 +295,7 @@ def test_a_link_that_flickers(network: Network, start: Callable[..., Group], mon
 
 
 def test_a_process_that_ended_is_no_dead_link(network: Network, start: Callable[..., Group]) -> None:
-    """Who cannot be reached and sends no heartbeats is gone; nobody tells of a dead link, the others go on."""
+    """A process that is unreachable and sends no heartbeats is gone. No dead link is reported."""
     groups = [start(slot) for slot in range(3)]
     for group in groups:
         group.wait_for([0, 1, 2])
@@ -300,7 +308,7 @@ def test_a_process_that_ended_is_no_dead_link(network: Network, start: Callable[
 
 
 def test_a_slow_exchange_is_not_broken_off(network: Network, start: Callable[..., Group]) -> None:
-    """Peers that answer may take as long as they need."""
+    """Peers that answer probes may take as long as they need."""
     groups = [start(slot, heartbeat_timeout_ms=200) for slot in range(2)]
     asked = 0
     ask = network.probe(0, 0)
@@ -327,7 +335,7 @@ def test_the_lighthouse_goes_while_a_group_is_outside(
     start: Callable[..., Group],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The group waits for it too, for as long as it takes, and comes back when both are there again."""
+    """The group waits for the lighthouse as well, and comes back when both are there again."""
     seats.lighthouse = mortal_lighthouse.address
     monkeypatch.setattr("titan_ft.membership.seat.CONNECT_SECONDS", 0.2)
     stays, leaves = (start(slot) for slot in range(2))
@@ -345,7 +353,7 @@ def test_the_lighthouse_goes_while_a_group_is_outside(
 
 
 def wait_for_a_look(group: Group) -> None:
-    """Wait until a group that is outside has agreed once more on what it reaches."""
+    """Wait until a group outside has made one more agreement about its links."""
     seat, deadline = group.ranks[0], time.monotonic() + DEADLINE
     looks = seat._control.num_agreements
     while seat._control.num_agreements == looks:
@@ -354,7 +362,7 @@ def wait_for_a_look(group: Group) -> None:
 
 
 def test_a_group_that_ends_outside(network: Network, start: Callable[..., Group]) -> None:
-    """It does so at once, and nothing of it is heard of afterwards."""
+    """The group ends at once, and writes nothing afterwards."""
     stays, leaves = start(0), start(1)
     stays.wait_for([0, 1])
     network.cut(0, 1)
@@ -369,7 +377,7 @@ def test_a_group_that_ends_outside(network: Network, start: Callable[..., Group]
 
 
 def test_a_group_that_is_told_to_leave_outside(network: Network, start: Callable[..., Group]) -> None:
-    """The others need nothing of it: both ranks leave, although one was told, and do not wait for the link."""
+    """The others need nothing of this group. Both ranks leave at once, although one had the signal."""
     stays, leaves = start(0, world_size=2), start(1, world_size=2)
     stays.wait_for([0, 1])
     network.cut(0, 1)
@@ -385,7 +393,7 @@ def test_a_group_that_is_told_to_leave_outside(network: Network, start: Callable
 
 @pytest.mark.parametrize("told", [0, 1])
 def test_leaving_outside_waits_for_no_look(network: Network, start: Callable[..., Group], told: int) -> None:
-    """A look at dead links may take longer than drain_timeout_seconds: no rank of the group waits for it to end."""
+    """A probe of dead links may take longer than drain_timeout_seconds. No rank waits for its end."""
     stays, leaves = start(0, world_size=2), start(1, world_size=2)
     stays.wait_for([0, 1])
     network.cut(0, 1)
@@ -409,7 +417,7 @@ def test_leaving_outside_waits_for_no_look(network: Network, start: Callable[...
 
 
 def test_a_group_that_is_told_to_leave_with_the_others(network: Network, start: Callable[..., Group]) -> None:
-    """While it is a member it is not for the quorum to let it go: it leaves after a step."""
+    """A member leaves after a step. The quorum does not end it earlier."""
     groups = [start(0), start(1)]
     groups[1].sigterm.add(0)
     for group in groups:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An exchange is broken off when one of its members is silent, and when the others have gone on without this group."""
+"""An exchange is broken off if a member is silent, or if the others have gone on without this group."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Num participants: 2 <br>
 
 
 class Lighthouse:
-    """Answers with a status page that tests set, and counts how often it was asked."""
+    """Answers with a status page that tests set, and records the requests."""
 
     def __init__(self) -> None:
         self.page = PAGE
@@ -127,7 +127,7 @@ def watch(lighthouse: Lighthouse) -> Iterator[Callable[..., tuple[Pulse, queue.S
 
 
 def test_the_status_page_is_read() -> None:
-    """It gives replica ids, unescaped: the seconds since each was heard of, and the members of the last quorum."""
+    """The page has unescaped replica ids, seconds since each heartbeat, and the last quorum."""
     assert LighthouseStatus.parse(PAGE) == LighthouseStatus({"0:a/b": 0.021028435, "1:c": 3.5}, ("0:a/b", "3:<own>"))
     assert LighthouseStatus.parse("") == LighthouseStatus({}, (), 0)
     waiting = "New quorum not ready, only have 2 participants, need at least half of 5 healthy workers "
@@ -135,7 +135,10 @@ def test_the_status_page_is_read() -> None:
 
 
 def test_a_line_in_a_strangers_name_makes_nobody_silent() -> None:
-    """A stranger's name may have line feeds in it. The youngest line about a group is the lighthouse's own."""
+    """A stranger's name may contain line feeds.
+
+    The youngest line about a group is the lighthouse's own.
+    """
     forged = "    x\n    1:c: seen 99999.5s ago\n    y: seen 0.01s ago\n"
     for page in (forged + PAGE, PAGE + forged):
         assert LighthouseStatus.parse(page).heartbeats["1:c"] == 3.5
@@ -161,14 +164,14 @@ OTHER = Member(1, 2.5, "other", "digest", job="job")
     ],
 )
 def test_who_has_gone_on_without_this_group(quorum: list[Member], slots: list[int]) -> None:
-    """Groups of its exchange that make a quorum without it have; strangers, and joiners among themselves, have not."""
+    """Groups of the exchange that form a quorum without this group; not strangers, not joiners alone."""
     names, others = [member.replica_id for member in quorum], [OTHER, replace(OTHER, slot=0)]
     assert find_successors(OWN, others, names) == slots
     assert find_successors(OWN, others, [*names, "a stranger"]) == slots
 
 
 def test_who_lives_outside_of_a_quorum() -> None:
-    """Groups of the job whose heartbeat is fresh; not those of the quorum, whatever their names were before."""
+    """Groups of the job with a fresh heartbeat; not members of the quorum under an earlier name."""
     beats = {
         OWN.replica_id: 0.1,
         replace(OWN, edition=1).replica_id: 0.1,
@@ -185,7 +188,7 @@ def test_who_lives_outside_of_a_quorum() -> None:
 
 
 def test_who_is_outside_because_of_a_dead_link() -> None:
-    """Silent groups whose last name reports one and tells of a later state; not a successor that has reported none."""
+    """Silent groups whose last name reports a dead link and a later state; not a successor without one."""
     reporting, second = OTHER.reporting(5, [OWN]), replace(OTHER, slot=2).reporting(7, [OWN])
     successor = replace(second, started=second.started + 9, edition=0, report=None)
     names = OWN, OTHER, reporting, second, replace(OTHER, slot=3), replace(second, slot=4, job="another")
@@ -197,7 +200,7 @@ def test_who_is_outside_because_of_a_dead_link() -> None:
 
 
 def test_a_quorum_that_counts_on_a_former_process() -> None:
-    """Of this group: not on this process under another name, another group's, another job's, or a stranger."""
+    """A former process of this group; not this process under another name, and no other group's."""
     former, others = replace(OWN, started=1.0, unique="former"), [OTHER, replace(OWN, started=1.0, job="another")]
     quorum = [member.replica_id for member in (*others, OWN.reporting(5, [OTHER]))]
     assert not expects_former(OWN, LighthouseStatus({}, (*quorum, "a stranger")))
@@ -207,7 +210,7 @@ def test_a_quorum_that_counts_on_a_former_process() -> None:
 def test_an_exchange_that_the_others_have_left_is_broken_off(
     lighthouse: Lighthouse, watch: Callable[..., tuple]
 ) -> None:
-    """A quorum of the others alone is told, once; not the one that this group is in, nor that there is none."""
+    """A quorum of the others alone is reported once. A quorum with this group, or none, is not."""
     lighthouse.page = ""
     pulse, told = watch([OTHER.replica_id])
 
@@ -236,7 +239,7 @@ def test_an_exchange_that_the_others_have_left_is_broken_off(
     ],
 )
 def test_a_member_that_asks_for_the_next_quorum_has_left(beats: list[Member], num_asking: int, leaver: bool) -> None:
-    """More groups ask than are outside of the exchange: one of them is inside."""
+    """More groups ask than are outside the exchange. So one of them is inside."""
     heartbeats = {member.replica_id: 0.1 for member in beats}
     assert has_leaver(OWN, [OTHER.replica_id], LighthouseStatus(heartbeats, (), num_asking), 0.5) is leaver
     long_gone = heartbeats | {replace(OTHER, slot=9).replica_id: 60.0}
@@ -246,7 +249,7 @@ def test_a_member_that_asks_for_the_next_quorum_has_left(beats: list[Member], nu
 def test_an_exchange_that_one_member_has_left_is_broken_off(
     lighthouse: Lighthouse, wait_until: Callable[..., None]
 ) -> None:
-    """After four looks in succession: who completes the exchange a moment earlier asks for a quorum as well."""
+    """Four looks in a row must see it: a member that completes the exchange earlier also asks."""
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     page, members = StatusPage(lighthouse.address), [OTHER.replica_id]
     alone = f"  {OTHER.replica_id}: seen 0.1s ago\n[0/0 participants healthy]\n"
@@ -276,7 +279,7 @@ def test_an_exchange_that_one_member_has_left_is_broken_off(
 
 
 def test_a_silent_member_is_told_once(lighthouse: Lighthouse, watch: Callable[..., tuple]) -> None:
-    """The silent ones among the members are named, once for an exchange, and again for the next one."""
+    """The silent members are named once in an exchange, and again in the next one."""
     pulse, silences = watch(["0:a/b", "1:c"])
     for _ in range(2):
         with pulse.watching():
@@ -287,7 +290,7 @@ def test_a_silent_member_is_told_once(lighthouse: Lighthouse, watch: Callable[..
 
 
 def test_the_first_look_may_come_long_before_the_next(lighthouse: Lighthouse) -> None:
-    """Whoever is waited for may be silent since long before the exchange."""
+    """A member may have been silent since long before the exchange."""
     lighthouse.page = "    1:c: seen 3.5s ago\n"
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     page = StatusPage(lighthouse.address)
@@ -302,7 +305,7 @@ def test_the_first_look_may_come_long_before_the_next(lighthouse: Lighthouse) ->
 
 
 def test_it_looks_again_when_a_member_would_be_silent(lighthouse: Lighthouse, wait_until: Any) -> None:
-    """Not an interval later: with NCCL nobody else ends the exchange. Never faster than ten times in an interval."""
+    """With NCCL nothing else ends the exchange. The pulse looks at most ten times in an interval."""
     lighthouse.page = "    1:c: seen 0.9s ago\n    2:d: seen 0.2s ago\n"
     pauses: list[float] = []
 
@@ -331,7 +334,7 @@ def test_it_looks_again_when_a_member_would_be_silent(lighthouse: Lighthouse, wa
 def test_members_that_live_or_are_new_are_waited_for(
     lighthouse: Lighthouse, watch: Callable[..., tuple], members: list[str]
 ) -> None:
-    """A member that is heard of, and one that the lighthouse does not know yet, are no reason; nor is a stranger."""
+    """A living member, and one that the lighthouse does not know yet, break nothing off; nor does a stranger."""
     pulse, silences = watch(members)
     with pulse.watching():
         for _ in range(3 if members else 0):
@@ -340,7 +343,7 @@ def test_members_that_live_or_are_new_are_waited_for(
 
 
 def test_it_is_not_asked_between_exchanges(lighthouse: Lighthouse, watch: Callable[..., tuple]) -> None:
-    """The lighthouse hears nothing from exchanges that end before the first look, and from none afterwards."""
+    """Exchanges that end before the first look cause no request, and none follows after an exchange."""
     pulse, silences = watch(["1:c"])
     for _ in range(50):
         with pulse.watching():
@@ -352,7 +355,7 @@ def test_it_is_not_asked_between_exchanges(lighthouse: Lighthouse, watch: Callab
 
 
 def test_a_lighthouse_that_is_away_breaks_nothing_off(lighthouse: Lighthouse, watch: Callable[..., tuple]) -> None:
-    """While the lighthouse cannot be asked nobody counts as silent; when it is back, looking goes on."""
+    """Without an answer no member counts as silent. Looking goes on when the lighthouse is back."""
     lighthouse.page = ""
     pulse, silences = watch(["1:c"])
     with pulse.watching():
@@ -368,7 +371,7 @@ def test_a_lighthouse_that_is_away_breaks_nothing_off(lighthouse: Lighthouse, wa
 def test_a_lighthouse_that_dies_in_mid_answer_ends_no_watching(
     lighthouse: Lighthouse, watch: Callable[..., tuple]
 ) -> None:
-    """What came of an answer that is cut says nothing; the next whole one does."""
+    """A truncated answer is ignored. The next complete one counts."""
     lighthouse.promised = 2 * len(PAGE)
     pulse, silences = watch(["1:c"])
     with pulse.watching():
@@ -383,7 +386,7 @@ def test_a_lighthouse_that_dies_in_mid_answer_ends_no_watching(
 def test_a_lighthouse_that_hears_late_breaks_nothing_off(
     lighthouse: Lighthouse, watch: Callable[..., tuple], own: float, silent: bool
 ) -> None:
-    """By a page on which this group's own heartbeat is older than half of the patience, nobody is gone."""
+    """If this group's own heartbeat is older than half of the patience, no member counts as gone."""
     lighthouse.page = f"  1:c: seen 3.5s ago\n  {OWN.replica_id}: seen {own}s ago\n"
     pulse, silences = watch(["1:c"])
     with pulse.watching():
@@ -395,7 +398,7 @@ def test_a_lighthouse_that_hears_late_breaks_nothing_off(
 
 
 def test_an_exchange_that_ends_meanwhile_is_the_one_that_is_broken_off() -> None:
-    """Who has found something wrong acts while that exchange lasts, and not on the next one of the same members."""
+    """An action runs during the exchange that was looked at, never during the next one."""
     found, over = threading.Event(), threading.Event()
     went_on: list[bool] = []
 
@@ -418,7 +421,7 @@ def test_an_exchange_that_ends_meanwhile_is_the_one_that_is_broken_off() -> None
 
 
 def test_an_error_ends_no_watching() -> None:
-    """A full disk, a store that is gone: the next exchanges are watched all the same."""
+    """After a full disk or a lost store, the next exchanges are still watched."""
     acted: queue.SimpleQueue[str] = queue.SimpleQueue()
     errors = [OSError("disk full"), RuntimeError("store gone")]
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How the members of a quorum meet, beside what `test_membership.py` tests with a lighthouse."""
+"""How the members of a quorum meet. `test_membership.py` tests it with a lighthouse."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def serve(port: int = 0) -> TCPStore:
 
 
 def meet(key: str, members: tuple[Member, Member], ends: tuple[Rendezvous, Rendezvous]) -> list[str | None]:
-    """Let two groups build the process group of a quorum; returns what went wrong in each."""
+    """Let two groups build the process group of a quorum. Return what went wrong in each."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda end, own: end.configure(key, 1, members, own, 0), ends, members))
 
@@ -41,10 +41,10 @@ def rendezvous(control: ControlTree, slot: int) -> Rendezvous:
 
 
 def test_another_process_serves_its_store_at_the_same_port(trees: Trees) -> None:
-    """The lowest group is started again where the port is fixed (torchrun's --master-port): the others meet it at once.
+    """The leader restarts at a fixed port (torchrun --master-port). The others meet it at once.
 
-    A connection to the store of the process that died is of no use, and to find that out by an exchange that breaks
-    would keep all the others for the rendezvous's whole timeout.
+    A connection to the dead process is of no use. To learn that from a broken exchange would keep
+    all others for the whole timeout of the meeting.
     """
     store = serve()
     lower, upper = (Member(slot, 1.0, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}") for slot in range(2))
@@ -59,7 +59,7 @@ def test_another_process_serves_its_store_at_the_same_port(trees: Trees) -> None
 
 
 def test_what_a_stranger_writes_is_no_address(trees: Trees) -> None:
-    """Its step would make the holders of the job's state joiners, and its address would be asked for that state."""
+    """A forged step would turn holders into joiners, and a forged address would be asked for the state."""
     store = serve()
     pair = tuple(
         Member(slot, 1.0 + slot, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}", token="t") for slot in range(2)
@@ -73,7 +73,7 @@ def test_what_a_stranger_writes_is_no_address(trees: Trees) -> None:
 
 
 def test_a_store_keeps_the_keys_of_the_last_meeting_only(trees: Trees) -> None:
-    """Each change of membership would leave its members' addresses, and those of Gloo's connections."""
+    """Otherwise each change of membership would leave its members' addresses, and those of Gloo."""
     store = serve()
     quorum = tuple(Member(slot, 1.0 + slot, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}") for slot in range(2))
     timeout = timedelta(seconds=10)
@@ -101,7 +101,11 @@ def test_a_store_keeps_the_keys_of_the_last_meeting_only(trees: Trees) -> None:
 
 
 def members(slots: Iterable[int], came: Mapping[int, float] = MappingProxyType({})) -> list[Member]:
-    """Return members of these slots; `came`: when the process of a slot began, 1.0 for the first ones."""
+    """Return members of these slots.
+
+    Args:
+        came: when a slot's process started; 1.0 for the first processes.
+    """
     return [
         Member(slot, time, f"{slot} {time}", "digest", "job", f"10.0.0.{slot}:1")
         for slot in slots
@@ -116,13 +120,13 @@ def leaders(quorum: Sequence[Member], num_ranks: int) -> list[Member]:
 
 @pytest.mark.parametrize(("num_ranks", "num_groups", "most"), [(8, 30, 3), (8, 300, 2), (64, 30, 12), (8192, 12, 1500)])
 def test_columns_meet_at_the_stores_of_many_groups(num_ranks: int, num_groups: int, most: int) -> None:
-    """One store answered the ranks of all groups. Now it serves about twice the ranks of a group, or a column."""
+    """A store serves about twice the ranks of a group, or one column. Before, one store served all."""
     columns = Counter(leaders(members(range(num_groups)), num_ranks))
     assert max(columns.values()) <= most
 
 
 def test_all_members_find_the_same_leader() -> None:
-    """The lighthouse's order of the names, and which member asks, make no difference."""
+    """The order of the lighthouse's names, and the member that looks, make no difference."""
     quorum = members(range(20))
     assert leaders(quorum, 50) == leaders(quorum[::-1], 50)
 
@@ -141,7 +145,10 @@ def test_a_death_moves_the_columns_of_the_dead_group_and_few_others() -> None:
 
 @pytest.mark.parametrize("num_groups", [2, 3, 30])
 def test_a_group_that_comes_moves_no_column(num_groups: int) -> None:
-    """The others would have to connect to it, while it starts. Of two groups the one that stayed leads."""
+    """The others would have to connect to the newcomer while it starts.
+
+    Of two groups, the older one leads.
+    """
     for slot in range(num_groups):
         there = members(other for other in range(num_groups) if other != slot)
         whole = members(range(num_groups), {slot: 9.0})
@@ -151,7 +158,7 @@ def test_a_group_that_comes_moves_no_column(num_groups: int) -> None:
 
 
 def test_the_limit_of_a_meeting_grows() -> None:
-    """A constant of two seconds ended the meeting of many groups, or of large ones, again and again."""
+    """A constant of two seconds ended the meetings of many groups, or of large ones, again and again."""
     assert find_limit(2, 1) == pytest.approx(2.0, abs=0.1)
     assert find_limit(300, 8) == pytest.approx(5.0, abs=0.1)
     assert find_limit(12, 8192) == pytest.approx(10.3, abs=0.1)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The thread that reports lost groups: it survives a check that fails, and reports consistent steps."""
+"""The thread that reports lost groups survives a failed check, and reports consistent steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def checking(
 
 
 def test_a_check_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The thread would else be gone, and no group be reported as lost any more."""
+    """Otherwise the thread would be gone, and no lost group would be reported any more."""
     monkeypatch.setattr(roll_call, "_MIN_PAUSE_SECONDS", 0.01)
     num_calls = 0
     checked_again = threading.Event()
@@ -65,7 +65,7 @@ def test_a_check_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 def test_a_report_has_the_step_at_which_the_loss_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commits go on while two lost groups are reported: both reports are of one check."""
+    """Commits go on while two lost groups are reported. Both reports belong to one check."""
     monkeypatch.setattr(roll_call, "_MIN_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(roll, "MIN_SILENCE_SECONDS", 0.05)
     lost: list[GroupLost] = []

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a group's connection to the lighthouse leaves behind in the processes that are forked from it."""
+"""A group's connection to the lighthouse in processes that are forked from the worker."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ os._exit(0)
 
 
 def test_a_client_that_is_garbage_does_not_hang_a_forked_child() -> None:
-    """A data loader's worker collects what it has inherited; torchft's client would wait for threads it lacks."""
+    """A data loader's worker collects inherited garbage.
+
+    torchft's client would wait for threads it lacks.
+    """
     ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "7\n"
