@@ -25,7 +25,7 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() sends a RST, and drops wha
 
 
 class Store:
-    """Stands for a group's TCPStore; `get` waits for the key."""
+    """Stands in for a group's TCPStore. `get` waits for the key."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -43,17 +43,17 @@ class Store:
 
 
 class Relay:
-    """Hands the connections of a parent's children on, and resets them.
+    """Passes the connections of a parent's children on, and resets them.
 
     Args:
-        reset_at: resets all connections at this chunk, the first being 0; None = at none.
-        loses: drops the chunk; else it is handed on right before the reset.
+        reset_at: resets all connections at this chunk, counted from 0; None = at none.
+        loses: drops that chunk; else it is passed on right before the reset.
 
     Attributes:
         connections: pairs of sockets, the child's first.
-        chunks: the bytes that the children have sent and got, in this order.
-        change: returns what is handed on in place of a chunk.
-        open: is cleared to keep all chunks back.
+        chunks: bytes that the children have sent and received, in this order.
+        change: returns the bytes that are passed on in place of a chunk.
+        open: while it is cleared, all chunks are kept back.
     """
 
     def __init__(self, address: str, reset_at: int | None = None, loses: bool = True) -> None:
@@ -80,7 +80,7 @@ class Relay:
         self.connections = []
 
     def close(self) -> None:
-        """Refuse connections from now on, and reset those that are there."""
+        """Refuse connections from now on, and reset the present ones."""
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -115,7 +115,7 @@ class Relay:
 
 
 class RelayedStore(Store):
-    """Puts a relay before each parent, made with these options."""
+    """Puts a relay with these options before each parent."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class RelayedStore(Store):
 
 
 class ControlGroup:
-    """The control trees of all ranks of a group; a context manager that closes them.
+    """The control trees of all ranks of a group. A context manager closes them.
 
     Attributes:
         trees: by rank.
@@ -175,12 +175,15 @@ class ControlGroup:
         return self._pool.submit(call, *arguments)
 
     def on_each(self, call: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-        """Make a call for each item at the same time; returns the results in order."""
+        """Make a call for each item at the same time. Return the results in order."""
         calls = [self._pool.submit(call, item) for item in items]
         return [made.result(DEADLINE) for made in calls]
 
     def agree(self, *without: int) -> list[Future[str]]:
-        """Begin an agreement on all ranks but those; each gives a word, and rank 0 joins the words."""
+        """Start an agreement on all ranks without those.
+
+        Each gives a word, and rank 0 joins the words.
+        """
         trees = [tree for rank, tree in enumerate(self.trees) if rank not in without]
         return [self.submit(self._agree, self.trees.index(tree), tree) for tree in trees]
 
@@ -211,7 +214,7 @@ def make_tree(rank: int, num_ranks: int, store: Any, **options: Any) -> ControlT
 
 
 def wait_until(holds: Callable[[], object], what: str) -> None:
-    """Wait for an event that shows in no future."""
+    """Wait for a condition that no future shows."""
     end = time.monotonic() + DEADLINE
     while not holds():
         assert time.monotonic() < end, what

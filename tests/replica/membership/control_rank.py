@@ -1,12 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank of a group as a process of its own.
+"""One rank of a group as a process.
 
-    python -m tests.replica.membership.control_rank FOLDER RANK NUM_RANKS FAN_OUT here|elsewhere
+python -m tests.replica.membership.control_rank FOLDER RANK NUM_RANKS FAN_OUT here|elsewhere
 
-It agrees once, prints "ready", agrees again and again, and prints how that ends. Its store is a folder. It imports no
-torch, so that it starts at once. It has a child process, as a rank with loaders has. The others take a rank that is
-"elsewhere" for a process of another host.
+The rank agrees once, prints "ready", agrees again and again, and prints how that ends. Its store is
+a folder. It imports no torch, so that it starts at once. It has a child process, as a rank with
+loaders has. The other ranks take a rank that is "elsewhere" for a process of another host.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ranks of a group as processes that ping each other.
 
-    python -m tests.replica.membership.pinged_group FOLDER NUM_RANKS FAN_OUT PATIENCE
+python -m tests.replica.membership.pinged_group FOLDER NUM_RANKS FAN_OUT PATIENCE
 
-It imports torch once and forks the ranks. Each of them writes lines to FOLDER/rank-N: "ready PID", "lost RANK HOST",
-and what it did on a signal. On SIGUSR1 it keeps Python's lock for five times the patience ("held"). On SIGUSR2 it
-agrees with the others ("agreed"). On SIGTERM it leaves ("left").
+It imports torch once and forks the ranks. Each rank writes lines to FOLDER/rank-N: "ready PID",
+"lost RANK HOST", and a line for each signal. On SIGUSR1 a rank keeps Python's lock for five times
+the patience ("held"). On SIGUSR2 it agrees with the others ("agreed"). On SIGTERM it leaves
+("left").
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A rank whose process does not run is found by its parent; one whose process runs is not, whatever Python does."""
+"""A parent finds a child whose process does not run.
+
+A process that runs is never lost, whatever Python does.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ PATIENCE = 1.0
 
 
 class PingedGroup:
-    """See `pinged_group.py`. With a fan-out of two, rank 1 has the children 3 and 4, and rank 2 has 5 and 6."""
+    """See `pinged_group.py`.
+
+    With a fan-out of two, rank 1 has the children 3 and 4, and rank 2 has 5 and 6.
+    """
 
     num_ranks = 7
 
@@ -44,26 +50,26 @@ class PingedGroup:
         self._pids = [int(self.read(rank)[0].split()[1]) for rank in range(self.num_ranks)]
 
     def read(self, rank: int) -> list[str]:
-        """Return what a rank has written so far."""
+        """Return the lines that a rank has written so far."""
         path = self._folder / f"rank-{rank}"
         return path.read_text().splitlines() if path.exists() else []
 
     def losses(self, *ranks: int) -> list[list[str]]:
-        """Return what each of some ranks has lost."""
+        """Return the losses that some ranks have reported."""
         return [[line for line in self.read(rank) if line.startswith("lost")] for rank in ranks]
 
     def send(self, number: int, *ranks: int) -> None:
-        """Send a signal to ranks; none = to all."""
+        """Send a signal to ranks; without ranks, to all."""
         for rank in ranks or range(self.num_ranks):
             os.kill(self._pids[rank], number)
 
     def wait_for(self, line: str, *ranks: int) -> None:
-        """Wait until ranks have written a line; none = all."""
+        """Wait until ranks have written a line; without ranks, all."""
         for rank in ranks or range(self.num_ranks):
             wait_until(lambda rank=rank: line in self.read(rank), f"rank {rank}: {line}")
 
     def check_agreement(self) -> None:
-        """Let all ranks agree, and check that nobody is lost."""
+        """Let all ranks agree, and check that no rank is lost."""
         self.send(signal.SIGUSR2)
         self.wait_for("agreed")
         assert self.losses(*range(self.num_ranks)) == [[]] * self.num_ranks
@@ -83,7 +89,10 @@ def pinged(tmp_path: Path) -> Iterator[PingedGroup]:
 
 
 def test_a_long_call_is_no_silence_and_a_stopped_inner_rank_is(pinged: PingedGroup) -> None:
-    """Rank 1 keeps Python's lock for ten heartbeat timeouts. Stopped, it alone is named: its children are alive."""
+    """Rank 1 keeps Python's lock for ten heartbeat timeouts.
+
+    When it is stopped, it alone is reported.
+    """
     pinged.send(signal.SIGUSR1, 1)
     pinged.wait_for("held", 1)
     pinged.check_agreement()
@@ -103,14 +112,14 @@ def test_a_killed_rank_is_gone_and_not_silent(pinged: PingedGroup) -> None:
 
 
 def test_all_ranks_in_long_calls(pinged: PingedGroup) -> None:
-    """The parents look late then, and know nothing about their children."""
+    """The parents look late, and so know nothing about their children."""
     pinged.send(signal.SIGUSR1)
     pinged.wait_for("held")
     pinged.check_agreement()
 
 
 def test_a_rank_that_has_left_may_be_silent(pinged: PingedGroup) -> None:
-    """Only the rank that is stopped later is named."""
+    """Only the rank that is stopped later is reported."""
     pinged.send(signal.SIGTERM, 6)
     pinged.wait_for("left", 6)
     pinged.send(signal.SIGSTOP, 5)
@@ -136,7 +145,7 @@ def test_a_group_that_is_frozen_as_a_whole(pinged: PingedGroup) -> None:
 
 
 def test_a_connection_that_is_closed_while_its_answer_waits() -> None:
-    """The selector has found it ready before that."""
+    """The selector found the socket ready before the close."""
     echo, selected = EchoServer(HOST), Selected()
     pings = Pings(PATIENCE, selected.selector)
     pings.add(1, echo.address)
@@ -151,7 +160,7 @@ def test_a_connection_that_is_closed_while_its_answer_waits() -> None:
 
 
 def test_a_broken_connection_for_pings_is_made_again() -> None:
-    """A reset costs a ping."""
+    """A reset costs one ping."""
     with ControlGroup(2, patience=PATIENCE) as group:
         group.check_agreements(1)
         sockets = group.trees[0]._sockets
@@ -170,7 +179,7 @@ def test_a_broken_connection_for_pings_is_made_again() -> None:
 
 
 def test_a_rank_that_stops_answering_is_lost() -> None:
-    """All ranks hear of it once."""
+    """All ranks hear of the loss once."""
     with ControlGroup(4, patience=PATIENCE, fan_out=2) as group:
         group.check_agreements(1)
         sockets, echo = group.trees[1]._sockets, group.trees[3]._echo
@@ -186,7 +195,7 @@ def test_a_rank_that_stops_answering_is_lost() -> None:
 
 
 def test_ranks_that_nobody_watches_run_no_server() -> None:
-    """Without a patience, and on rank 0."""
+    """Rank 0 runs no echo server, and without a patience no rank does."""
     with ControlGroup(2) as group:
         assert [tree._echo for tree in group.trees] == [None, None]
     with ControlGroup(2, patience=PATIENCE) as group:
@@ -203,7 +212,7 @@ class Selected:
         self.selector = selectors.EpollSelector()
 
     def serve_until(self, holds: Callable[[], object], pings: Pings) -> dict[int, float]:
-        """Serve, and look when it is time, until something holds. Returns the silent children of the last look."""
+        """Serve and look until a condition holds. Return the silent children of the last look."""
         end, silent = time.monotonic() + DEADLINE, {}
         while not holds():
             assert time.monotonic() < end
@@ -215,7 +224,7 @@ class Selected:
 
 
 def test_another_server_at_the_address_is_no_answer() -> None:
-    """Its bytes are not the numbers of the pings."""
+    """That server's bytes are not the numbers of the pings."""
     stranger = socket.create_server((HOST, 0))
     asked: list[bytes] = []
 
@@ -241,7 +250,7 @@ def test_another_server_at_the_address_is_no_answer() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_an_echo_server_listens_at_one_address(host: str) -> None:
-    """A store of torch's listens at all of them unless it is given a socket."""
+    """torch's store listens at all addresses unless it is given a socket."""
     try:
         echo = EchoServer(host)
     except OSError:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A control tree among strangers, dead processes, and on a machine without descriptors; over real sockets."""
+"""A control tree over real sockets: strangers, dead processes, and a machine without descriptors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ NOBODY = Identity("", "")
 
 @contextlib.contextmanager
 def started_ranks(folder: Path, where: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start 8 ranks in a tree with fan-out 2, each a process of its own, and end them."""
+    """Start 8 ranks in a tree with fan-out 2, each as a process, and end them."""
     started = []
     for rank in range(8):
         module = "tests.replica.membership.control_rank"
@@ -88,9 +88,9 @@ def started_ranks(folder: Path, where: str) -> Iterator[list[subprocess.Popen[st
 def test_a_killed_rank_is_named_on_all_others(
     tmp_path: Path, victim: int, where: str, earliest: float, latest: float
 ) -> None:
-    """With its host: at once if it ran on the same host, else after the grace.
+    """All ranks hear of it and its host: at once if it ran on the same host, else after the grace.
 
-    A process that it has forked keeps none of its connections open.
+    A process that the rank has forked keeps none of its connections open.
     """
     with started_ranks(tmp_path, where) as processes:
         for process in processes:
@@ -110,7 +110,7 @@ def test_a_killed_rank_is_named_on_all_others(
 
 @contextlib.contextmanager
 def lost_packets(loss: float, *sockets: socket.socket) -> Iterator[Blackhole]:
-    """Let connections lose packets that come in."""
+    """Let connections lose incoming packets."""
     inodes = {os.fstat(each.fileno()).st_ino for each in sockets}
     hole = Blackhole(loss, lambda _: inodes)
     assert hole.extend() == len(sockets)
@@ -129,7 +129,7 @@ def socket_to(tree: ControlTree, peer: int) -> socket.socket:
 @pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_link_that_loses_everything_for_a_while(end: int) -> None:
-    """In one direction: TCP sends again, and nobody is lost."""
+    """The link fails in one direction. TCP sends again, and no rank is lost."""
     with ControlGroup(3) as group:
         group.check_agreements(1)
         with lost_packets(1.0, socket_to(group.trees[end], 1 - end)):
@@ -142,7 +142,7 @@ def test_a_link_that_loses_everything_for_a_while(end: int) -> None:
 
 @pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 def test_links_that_lose_one_packet_in_five() -> None:
-    """Each agreement takes longer, and nobody is lost."""
+    """Each agreement takes longer, and no rank is lost."""
     with ControlGroup(7, fan_out=2) as group:
         group.check_agreements(1)
         links = [socket_to(group.trees[rank], (rank - 1) // 2) for rank in range(1, 7)]
@@ -153,7 +153,10 @@ def test_links_that_lose_one_packet_in_five() -> None:
 
 @pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 def test_a_rank_that_is_cut_off() -> None:
-    """No connection closes. Its parent gets no answer to its pings, and all that are connected hear of that rank."""
+    """No connection closes.
+
+    The parent gets no answers to its pings, and all connected ranks hear of the loss.
+    """
     with ControlGroup(7, fan_out=2, patience=0.6) as group:
         group.check_agreements(1)
         sockets = group.trees[0]._sockets
@@ -172,14 +175,14 @@ def test_a_rank_that_is_cut_off() -> None:
 
 @pytest.fixture
 def group() -> Iterator[ControlGroup]:
-    """Provide a group of three ranks, whose links are seen and broken by a relay."""
+    """Provide a group of three ranks. A relay sees and breaks its links."""
     with ControlGroup(3, store=RelayedStore()) as made:
         made.check_agreements(1)
         yield made
 
 
 def parent_address(group: ControlGroup) -> tuple[str, int]:
-    """Return the address at which rank 0 of a group listens: that of its relay is another one."""
+    """Return the address at which rank 0 of a group listens, and not its relay's."""
     sockets = group.trees[0]._sockets
     assert sockets is not None
     assert sockets.address is not None
@@ -193,7 +196,7 @@ def relay_of(group: ControlGroup) -> Relay:
 
 
 def check_nothing_has_changed(group: ControlGroup) -> None:
-    """The group agrees, a child whose link breaks comes back, and nobody is lost."""
+    """The group agrees, a child whose link breaks comes back, and no rank is lost."""
     group.check_agreements(2)
     relay_of(group).reset()
     group.check_agreements(2)
@@ -202,7 +205,7 @@ def check_nothing_has_changed(group: ControlGroup) -> None:
 
 
 def is_closed(stranger: socket.socket) -> bool:
-    """Return whether the other end has closed the connection; waits for it."""
+    """Wait until the other end closes the connection. Return whether it did."""
     stranger.settimeout(DEADLINE)
     try:
         while stranger.recv(4096):
@@ -215,7 +218,7 @@ def is_closed(stranger: socket.socket) -> bool:
 
 
 def test_a_silent_stranger(group: ControlGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is closed after its time."""
+    """A connection without a proof is closed after `HANDSHAKE_SECONDS`."""
     monkeypatch.setattr(control_sockets, "HANDSHAKE_SECONDS", 0.2)
     with socket.create_connection(parent_address(group)) as stranger:
         check_nothing_has_changed(group)
@@ -225,7 +228,7 @@ def test_a_silent_stranger(group: ControlGroup, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("length", [1, HELLO_BYTES, 1 << 20])
 def test_a_stranger_that_sends_garbage(group: ControlGroup, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much of it."""
+    """The amount of garbage makes no difference."""
     monkeypatch.setattr(control_sockets, "HANDSHAKE_SECONDS", 0.2)
     with socket.create_connection(parent_address(group)) as stranger:
         with contextlib.suppress(ConnectionError):
@@ -235,7 +238,7 @@ def test_a_stranger_that_sends_garbage(group: ControlGroup, length: int, monkeyp
 
 
 def test_a_replayed_handshake(group: ControlGroup) -> None:
-    """A stranger that has recorded the bytes of a child does not get past the proof."""
+    """A stranger who has recorded the bytes of a child does not pass the proof."""
     chunks = relay_of(group).chunks
     hello = next(chunk for chunk in chunks if len(chunk) == HELLO_BYTES)
     answer = next(chunk for chunk in chunks if len(chunk) >= ANSWER_BYTES)  # and the first frame
@@ -266,7 +269,10 @@ TAMPERED: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("how", TAMPERED)
 def test_a_relay_changes_no_frame(group: ControlGroup, how: str) -> None:
-    """It has handed the handshake on. What it makes of a frame ends the connection, which is made again."""
+    """The relay has passed the handshake on.
+
+    A changed frame ends the connection, which is made again.
+    """
     tampered: list[bytes] = []
 
     def tamper(chunk: bytes) -> bytes:
@@ -286,7 +292,7 @@ def test_a_relay_changes_no_frame(group: ControlGroup, how: str) -> None:
 
 
 def test_a_frame_that_is_sent_back_is_none() -> None:
-    """Each direction has a key of its own, and each place in it a number."""
+    """Each direction has a key of its own, and each frame a number."""
     child = ChildHandshake(SECRET, 3, 0, NOBODY)
     parent = ParentHandshake(SECRET, 0, range(1, 17), child.hello)
     parent.check(child.answer(parent.reply))
@@ -298,7 +304,7 @@ def test_a_frame_that_is_sent_back_is_none() -> None:
 
 
 def test_fast_strangers_leave_a_child_its_place() -> None:
-    """More of them than places come between two messages of a child's handshake."""
+    """More strangers than places come between two messages of a child's handshake."""
     store = Store()
     parent = make_tree(0, 2, store)
     address = split_address(store.get("group/0/0").decode().split(" ")[0])
@@ -319,7 +325,10 @@ def test_fast_strangers_leave_a_child_its_place() -> None:
 
 @pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", b"\0\0\0\0", b"\0\0\0\3abc"])
 def test_a_child_that_sends_no_frames(sent: bytes) -> None:
-    """Too long a frame, an empty one and garbage close its connection. The true child comes after it."""
+    """A frame that is too long, an empty frame and garbage close the connection.
+
+    The true child connects afterwards.
+    """
     store = Store()
     parent = make_tree(0, 2, store)
     address = store.get("group/0/0").decode().split(" ")[0]
@@ -338,7 +347,7 @@ def test_a_child_that_sends_no_frames(sent: bytes) -> None:
 
 
 def test_a_child_without_the_token() -> None:
-    """It says so, and names both ends."""
+    """Its error says so, and names both ends."""
     store = Store()
     with ControlGroup(1) as pool:
         parent = make_tree(0, 2, store)
@@ -351,7 +360,7 @@ def test_a_child_without_the_token() -> None:
 
 
 def test_a_parent_that_is_gone() -> None:
-    """The start fails after the grace: the address is that of an earlier process."""
+    """The address is that of an earlier process. The start fails after the grace."""
     store = Store()
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
@@ -361,7 +370,7 @@ def test_a_parent_that_is_gone() -> None:
 
 
 def test_a_parent_to_which_no_route_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt fails at once, and is made again until the time for the start is over."""
+    """The attempt fails at once, and is repeated until the time for the start is over."""
     monkeypatch.setattr("titan_ft.membership.control_tree.CONNECT_SECONDS", 0.3)
     store = Store()
     store.set("group/0/0", add_seal(TOKEN, "group/0/0", "255.255.255.255:9 process node-0"))
@@ -370,7 +379,7 @@ def test_a_parent_to_which_no_route_leads(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_two_trees_in_one_process_do_not_mix() -> None:
-    """Such as those of two attempts: a rank of the one is none of the other, though it knows the token."""
+    """A rank of an earlier attempt knows the token, and is still no neighbour in this attempt."""
     with ControlGroup(4, key="group/0") as first, ControlGroup(4, key="group/1", store=first.store) as second:
         first.trees[1].say("topic", "first")
         second.trees[1].say("topic", "second")
@@ -394,7 +403,7 @@ NOBODY = Identity("", "")
 
 
 def test_both_ends_prove_the_token() -> None:
-    """And the parent learns where the child runs. A stranger has learned nothing before."""
+    """The parent also learns where the child runs. A stranger learns nothing before the proof."""
     identity = Identity("node-3", "boot,17,4711")
     child = ChildHandshake(SECRET, 3, 0, identity)
     parent = ParentHandshake(SECRET, 0, range(1, 17), child.hello)
@@ -411,13 +420,13 @@ def test_both_ends_prove_the_token() -> None:
 
 
 def test_what_a_rank_says_about_itself() -> None:
-    """Is cut where that does no harm, and has no codes that a terminal obeys."""
+    """A text is cut if that does no harm, and contains no control characters."""
     assert Identity.unpack(Identity("\x1b[2J" + "x" * 100, "1" * 100).pack()) == Identity("?[2J" + "x" * 60, "")
 
 
 @pytest.mark.parametrize("other", [Secret("another", "group/0"), Secret("token", "group/1")])
 def test_neither_end_takes_a_stranger(other: Secret) -> None:
-    """Whether it is the parent or the child that lacks the token, or is of another attempt."""
+    """The parent or the child lacks the token, or belongs to another attempt."""
     for secrets in ((SECRET, other), (other, SECRET)):
         child = ChildHandshake(secrets[0], 3, 0, NOBODY)
         parent = ParentHandshake(secrets[1], 0, range(1, 17), child.hello)
@@ -460,7 +469,7 @@ class Exhausted:
 
 
 def test_a_process_without_descriptors(group: ControlGroup) -> None:
-    """The children wait in the kernel's queue; rank 0 neither ends nor turns as fast as it can."""
+    """The children wait in the kernel's queue. Rank 0 neither ends nor spins."""
     sockets = group.trees[0]._sockets
     assert sockets is not None
     assert sockets._listener is not None
@@ -474,7 +483,7 @@ def test_a_process_without_descriptors(group: ControlGroup) -> None:
 
 
 class Sleeper:
-    """A node that has nothing to do until it is asked to."""
+    """A node that has nothing to do until an event comes."""
 
     def __init__(self) -> None:
         self.next_tick = math.inf
@@ -494,7 +503,7 @@ class Sleeper:
 
 
 def test_an_event_of_another_thread_may_bring_the_next_tick_closer() -> None:
-    """The tree's thread may wait for ever already."""
+    """The tree's thread may already be waiting without a limit."""
     node, changed = Sleeper(), threading.Condition()
     sockets = control_sockets.ControlSockets(
         node,  # type: ignore[arg-type]  # stands in for one
@@ -519,7 +528,7 @@ def test_an_event_of_another_thread_may_bring_the_next_tick_closer() -> None:
 
 
 def test_the_kernel_finds_a_host_that_vanished(group: ControlGroup) -> None:
-    """It asks, and nothing waits for more data to be sent with it."""
+    """Keepalive is on, and small frames are sent at once."""
     found = set()
     for tree in group.trees:
         assert tree._sockets is not None
@@ -550,7 +559,10 @@ with ControlGroup(2) as group:
 
 
 def test_a_host_that_vanishes_is_lost() -> None:
-    """It closes no connection, and an idle tree sends nothing: a rank would wait for ever."""
+    """It closes no connection, and an idle tree sends nothing.
+
+    Without keepalive a rank would wait for ever.
+    """
     alone = ["unshare", "--user", "--map-root-user", "--net"]
     if shutil.which("ip") is None or subprocess.run([*alone, "true"], check=False).returncode:
         pytest.skip("needs a network of its own, and the command ip")
@@ -560,7 +572,10 @@ def test_a_host_that_vanishes_is_lost() -> None:
 
 
 def test_a_connection_made_again_while_the_former_one_seems_to_live(group: ControlGroup) -> None:
-    """A child whose host lost the connection is back before rank 0 sees its end: the newer connection counts."""
+    """A child connects again before rank 0 sees the end of its earlier connection.
+
+    The newer one counts.
+    """
     relay = relay_of(group)
     child, parent = relay.connections[0]
     with parent.dup() as silent:  # keeps rank 0's end open
@@ -574,7 +589,7 @@ def test_a_connection_made_again_while_the_former_one_seems_to_live(group: Contr
 
 
 def test_nothing_is_left_open() -> None:
-    """Neither a thread nor a descriptor, after the trees of a group are closed."""
+    """After the trees of a group are closed, neither a thread nor a descriptor is left."""
     num_open = len(os.listdir("/proc/self/fd"))
     store = Store()
     trees = [make_tree(rank, 3, store) for rank in range(3)]
@@ -587,7 +602,7 @@ def test_nothing_is_left_open() -> None:
 
 
 def test_an_address_of_ipv6() -> None:
-    """A group may have no other."""
+    """A group may have IPv6 addresses only."""
     if not socket.has_dualstack_ipv6():
         pytest.skip("needs IPv6")
     store = Store()

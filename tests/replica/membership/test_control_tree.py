@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Agreements, notes and losses of a group over real sockets: as they should be, and over links that break."""
+"""Agreements, notes and losses of a group over real sockets, with and without links that break."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from titan_ft.protocol.errors import LighthouseError, RankLostError
 
 @pytest.mark.parametrize(("num_ranks", "fan_out"), [(2, 16), (8, 16), (8, 2), (64, 16)])
 def test_all_ranks_get_what_rank_0_decides(num_ranks: int, fan_out: int) -> None:
-    """In a flat and in a deep tree; rank 0 has the words of all ranks."""
+    """In a flat and in a deep tree, rank 0 has the words of all ranks."""
     with ControlGroup(num_ranks, fan_out=fan_out) as group:
         group.check_agreements(10)
         assert group.losses == [[]] * num_ranks
 
 
 def test_one_rank_needs_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It agrees with itself, and hears itself."""
+    """A lone rank agrees with itself, and hears its own notes."""
     monkeypatch.setattr("titan_ft.membership.control_tree.ControlSockets", None)
     heard: list[str] = []
     num_threads = threading.active_count()
@@ -53,7 +53,7 @@ def test_one_rank_needs_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rank_0_may_take_its_time_to_decide() -> None:
-    """Meanwhile the others hear of an abort."""
+    """The other ranks hear of an abort during the decision."""
     with ControlGroup(3) as group:
 
         def decide(_: set[str]) -> str:
@@ -66,7 +66,7 @@ def test_rank_0_may_take_its_time_to_decide() -> None:
 
 
 def test_rank_0_announces_and_waits_for_nobody() -> None:
-    """The others find its decisions in order when they come, and it alone is asked. Agreements go on after that."""
+    """The other ranks read its decisions in order, later. Agreements go on after announcements."""
     with ControlGroup(7, fan_out=2) as group:
         texts = ["first", "second", "third"]
         assert [group.trees[0].rank0_announces(lambda text=text: text).text for text in texts] == texts
@@ -84,7 +84,7 @@ def test_rank_0_announces_and_waits_for_nobody() -> None:
 
 
 def test_a_rank_that_takes_too_long() -> None:
-    """A vote must end: it is the other groups' time as well."""
+    """A vote has a limit, because the other groups wait for it."""
     with ControlGroup(3) as group:
         for rank in (0, 1):
             with pytest.raises(TimeoutError, match=r"longer than 0.05 s"):
@@ -92,7 +92,7 @@ def test_a_rank_that_takes_too_long() -> None:
 
 
 def test_a_decision_that_has_come_counts_although_a_rank_is_lost() -> None:
-    """The other ranks may act on it. The loss ends the next agreement."""
+    """The other ranks may act on the decision. The loss ends the next agreement."""
     with ControlGroup(2) as group:
         tree = group.trees[1]
         waits = group.agree(0)
@@ -106,7 +106,7 @@ def test_a_decision_that_has_come_counts_although_a_rank_is_lost() -> None:
 
 
 def test_closing_ends_the_wait() -> None:
-    """On whichever rank, in an agreement as in a pause."""
+    """A close ends agreements and pauses on every rank."""
     with ControlGroup(3) as group:
         waits = group.agree(2)
         pause = group.submit(group.trees[2].pause, DEADLINE)
@@ -120,7 +120,7 @@ def test_closing_ends_the_wait() -> None:
 
 
 def test_a_note_that_needs_all_ranks() -> None:
-    """All ranks hear it after the last one has said it."""
+    """All ranks hear the note after the last rank has sent it."""
     with ControlGroup(7, fan_out=2) as group:
         for tree in group.trees[:-1]:
             tree.say_with_all("hurry")
@@ -135,7 +135,7 @@ def test_a_note_that_needs_all_ranks() -> None:
 
 
 def test_notes_are_forgotten_in_the_end() -> None:
-    """The last ones are known."""
+    """The tree remembers the last topics only."""
     alone = make_tree(0, 1, None)
     for number in range(MAX_TOPICS + 1):
         alone.say(str(number))
@@ -145,7 +145,7 @@ def test_notes_are_forgotten_in_the_end() -> None:
 
 
 def test_a_note_is_known_before_the_next_decision() -> None:
-    """On all ranks, and was reported there: a group that is to leave after a vote must leave after that one."""
+    """All listeners have seen it by then: a group that is to leave after a vote must leave after that vote."""
     with ControlGroup(9, fan_out=2) as group:
         for number in range(20):
             group.trees[number % 9].say(f"topic {number}", f"text {number}")
@@ -156,14 +156,14 @@ def test_a_note_is_known_before_the_next_decision() -> None:
 
 
 def test_a_rank_hears_itself_although_nothing_comes() -> None:
-    """Its tree's thread calls the listener, and must not wait for a message to do so."""
+    """The tree's thread calls the listener, and must not wait for a message from another rank first."""
     with ControlGroup(2) as group:
         group.trees[0].say("topic")
         wait_until(lambda: group.notes[0] == ["topic"], "rank 0 has heard of it")
 
 
 def test_a_decision_waits_for_the_listeners() -> None:
-    """A rank must not go on to its next exchange before the last one is broken off."""
+    """A rank must not start its next exchange before the last one is broken off."""
     with ControlGroup(2) as group:
         broken_off = threading.Event()
         heard: list[bool] = []
@@ -180,7 +180,7 @@ def test_a_decision_waits_for_the_listeners() -> None:
 
 
 def test_all_ranks_hear_the_text_that_rank_0_got_first() -> None:
-    """Two ranks that act on different texts would part."""
+    """Two ranks that acted on different texts would separate."""
     with ControlGroup(9, fan_out=2) as group:
         for number in range(10):
             said = [group.submit(tree.settle, f"{number}", f"by {rank}") for rank, tree in enumerate(group.trees)]
@@ -192,7 +192,7 @@ def test_all_ranks_hear_the_text_that_rank_0_got_first() -> None:
 
 
 def test_what_was_said_before_a_rank_listens() -> None:
-    """It hears that as well, once, of the topics that begin as it asked; and of those alone it hears later."""
+    """A listener also gets earlier topics, once, and only topics with its prefix."""
     with ControlGroup(2) as group:
         heard: list[str] = []
         for topic in ("broken/1", "leave/1", "broken/2"):
@@ -206,7 +206,7 @@ def test_what_was_said_before_a_rank_listens() -> None:
 
 
 def test_what_ends_the_wait_for_a_topic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 passes nothing on: a rank that closes its tree, or that has lost another one, waits no longer."""
+    """Rank 0 passes nothing on. A close or a loss ends the wait."""
     with ControlGroup(3) as group:
         monkeypatch.setattr(Node, "_pass_note_up", lambda *_: None)
         waits = [group.submit(tree.settle, "topic", "text") for tree in group.trees]
@@ -218,7 +218,7 @@ def test_what_ends_the_wait_for_a_topic(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_listener_that_fails_costs_nothing_else() -> None:
-    """The tree serves other ranks as well."""
+    """The tree also serves other ranks, and goes on."""
     with ControlGroup(2) as group:
 
         def fail(_: str) -> None:
@@ -231,7 +231,7 @@ def test_a_listener_that_fails_costs_nothing_else() -> None:
 
 
 def test_a_listener_may_say_something() -> None:
-    """It is called on the tree's thread, and the tree takes calls from there."""
+    """The tree's thread calls the listener, and the tree accepts calls from that thread."""
     with ControlGroup(2) as group:
         group.trees[1].listen("question", lambda _: group.trees[1].say("answer"))
         group.trees[0].say("question")
@@ -239,7 +239,7 @@ def test_a_listener_may_say_something() -> None:
 
 
 def test_notes_go_on_after_the_last_agreement() -> None:
-    """A rank that has left the job may still have something to say until it ends."""
+    """A rank that has left the job may still send notes until it ends."""
     with ControlGroup(3) as group:
         waits = group.agree(2)
         for tree in group.trees:
@@ -252,7 +252,7 @@ def test_notes_go_on_after_the_last_agreement() -> None:
 
 
 def test_too_long_a_text_is_refused_where_it_is_said() -> None:
-    """Its rank may then say less; the others have noticed nothing."""
+    """The sender gets an error, and may send less. The other ranks notice nothing."""
     with ControlGroup(2) as group:
         with pytest.raises(ValueError, match="at most"):
             group.trees[1].say("long", "x" * (1 << 21))
@@ -266,7 +266,7 @@ def test_too_long_a_text_is_refused_where_it_is_said() -> None:
 
 @pytest.mark.parametrize("loses", [True, False])
 def test_a_reset_at_each_message_costs_nothing(loses: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Of all children of each parent at once, at each message from the handshake on. It is logged."""
+    """All children of each parent are reset at once, at each message. Each reset is logged."""
     for chunk in range(20):
         store = RelayedStore(reset_at=chunk, loses=loses)
         with ControlGroup(7, store=store, fan_out=2) as group:
@@ -279,7 +279,7 @@ def test_a_reset_at_each_message_costs_nothing(loses: bool, caplog: pytest.LogCa
 
 
 def test_a_child_that_reads_nothing_keeps_nobody_else_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    """Its messages are kept for it. 27 MB are more than the kernel's buffers take: 10 MB on Linux."""
+    """Its messages are kept. 27 MB are more than the kernel's buffers take: 10 MB on Linux."""
     store = RelayedStore()
     with ControlGroup(5, store=store, fan_out=2) as group:  # rank 1 has ranks 3 and 4
         group.check_agreements(1)  # else the relay could hold a child's proof back
@@ -298,7 +298,7 @@ def test_a_child_that_reads_nothing_keeps_nobody_else_waiting(caplog: pytest.Log
 
 
 def test_a_link_that_is_cut_for_longer_is_a_loss() -> None:
-    """All ranks hear of it at once, and learn which rank it is; both ends of the link have lost the other."""
+    """All ranks hear of it at once, with the rank. Both ends of the link report the other one."""
     store = RelayedStore()
     with ControlGroup(5, store=store, fan_out=2) as group:
         group.check_agreements(1)
@@ -319,7 +319,7 @@ def test_a_link_that_is_cut_for_longer_is_a_loss() -> None:
 
 
 def test_a_bug_in_the_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that ends silently would leave its rank waiting for ever."""
+    """If the thread ended silently, its rank would wait for ever."""
     with ControlGroup(3) as group:
         monkeypatch.setattr(Node, "receive", lambda *_: 1 / 0)
         waits = group.agree()
@@ -336,7 +336,7 @@ def test_a_bug_in_the_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_words_that_are_too_long_together() -> None:
-    """Rank 0 says so; no rank is taken for one that sends bad frames."""
+    """Rank 0 raises an error. No rank is taken for a sender of bad frames."""
     with ControlGroup(3) as group:
         long = [group.submit(tree.rank0_decides, [str(tree._rank) * 500_000], join_words) for tree in group.trees]
         with pytest.raises(ValueError, match="the words of all ranks together are too long"):
@@ -358,7 +358,7 @@ class BlockedLog(logging.Handler):
 
 
 def test_a_log_that_nobody_reads() -> None:
-    """It may stop the tree's thread. The training thread looks for notes and goes on."""
+    """It may stop the tree's thread. The training thread still reads notes, and goes on."""
     log = BlockedLog()
     logging.getLogger("titan_ft.membership").addHandler(log)
     try:
@@ -380,7 +380,7 @@ def test_a_log_that_nobody_reads() -> None:
 
 
 def test_ranks_that_leave_are_not_lost() -> None:
-    """Also if they do so one after the other, from either end of the tree."""
+    """This also holds if they leave one after the other, from either end of the tree."""
     for order in (range(7), range(6, -1, -1)):
         with ControlGroup(7, fan_out=2) as group:
             group.check_agreements(1)
@@ -394,7 +394,7 @@ def test_ranks_that_leave_are_not_lost() -> None:
 
 @pytest.mark.parametrize("first", [0, 1], ids=["parent", "child"])
 def test_a_late_leaver_waits_for_nobody_that_has_ended(first: int) -> None:
-    """The other rank did not wait for it. The time for a connection to come back is not waited for either."""
+    """The other rank did not wait for it. The grace for a lost connection is not waited for either."""
     with ControlGroup(2) as group:
         group.trees[first].leave(0.05)
         began = time.monotonic()
@@ -404,7 +404,7 @@ def test_a_late_leaver_waits_for_nobody_that_has_ended(first: int) -> None:
 
 
 def test_a_rank_that_leaves_alone_waits_no_longer_than_it_may() -> None:
-    """And its siblings live on for as long as they like."""
+    """Its siblings live on."""
     with ControlGroup(3) as group:
         group.trees[2].leave(0.05)
         group.trees[0].say("topic")

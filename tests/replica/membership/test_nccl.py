@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""NCCL between the groups, when a peer is lost: on a stand-in for torch's process group, and, with two GPUs, on NCCL.
+"""NCCL between the groups when a peer is lost: on a stand-in for torch, and with two GPUs on NCCL.
 
 This file is also the program of the ranks on GPUs.
 """
@@ -42,11 +42,11 @@ OPEN: list[AbortableNccl] = []  # of the test that runs: they watch until they a
 
 
 class Communicator:
-    """What torch has of one communicator, whose sums never end by themselves when a peer is lost.
+    """One of torch's communicators. If a peer is lost, its sums do not end by themselves.
 
     Attributes:
-        lost: a peer is; operations that are under way, and later ones, wait for an abort, and leave garbage.
-        stuck: an abort waits for this, as for a lock of torch's.
+        lost: a peer is lost. Present and later operations wait for an abort, and leave garbage.
+        stuck: an abort waits for this event, as for a lock of torch.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -83,11 +83,14 @@ class Communicator:
         return not self.lost
 
     def _wait_for_pending_works(self) -> None:
-        """Wait for torch's watchdog, which this one lacks."""
+        """Wait for torch's watchdog, which this stand-in lacks."""
 
 
 class Nccl(AbortableNccl):
-    """The process group under test, over stand-ins; a new one's peers are all there unless `prepare` says otherwise."""
+    """The process group under test, over stand-ins.
+
+    All peers of a new one are there unless `prepare` changes that.
+    """
 
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
         super().__init__(timeout)
@@ -110,9 +113,9 @@ class Seat:
     """Stands in for a Membership of three groups.
 
     Attributes:
-        there: the quorum is.
-        asked: released by each thread that waits for it.
-        error: why there is none.
+        there: set when the quorum is ready.
+        asked: released by each thread that waits for the quorum.
+        error: why there is no quorum.
     """
 
     def __init__(self, nccl: AbortableNccl, timeout: timedelta = TIMEOUT) -> None:
@@ -137,13 +140,13 @@ class Seat:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, gpu_path: None) -> None:
-    """Take an exchange's path of a GPU, of which nothing but its threads matters here."""
+    """Take a GPU's path through the exchange. Only its threads matter here."""
     monkeypatch.setattr(device, "side_stream", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(device, "record_event", lambda *_: None)
 
 
 def build_exchange(seat: Seat) -> GradientExchange:
-    """Build that of one parameter, with its bucket on a device whose tensors have no bytes."""
+    """Build the exchange of one parameter, with a bucket on a device whose tensors have no bytes."""
     where = torch.device("meta")
     parameter = torch.nn.Parameter(torch.ones(3, device=where))
     return GradientExchange([parameter], seat, bucket_bytes=100, where=where, overlap=False)  # type: ignore[arg-type]
@@ -180,7 +183,7 @@ def configure(nccl: AbortableNccl, store: TCPStore, name: str, seconds: float = 
 
 
 def exchange(nccl: Nccl) -> threading.Thread:
-    """Begin a sum that waits for a lost peer; the thread ends with it."""
+    """Start a sum that waits for a lost peer. Its thread ends with it."""
     nccl.made[-1].lost = True
     thread = threading.Thread(target=lambda: nccl.made[-1].allreduce([torch.ones(1)], None).wait(), daemon=True)
     thread.start()
@@ -189,7 +192,7 @@ def exchange(nccl: Nccl) -> threading.Thread:
 
 
 def test_a_set_up_that_hangs_before_the_first_sum_is_left_to_itself(store: TCPStore) -> None:
-    """The time is that of all of it. What such a thread makes in the end is aborted, and touches nothing else."""
+    """The limit covers the whole set-up. A late communicator is aborted, and changes nothing."""
     nccl, hung, goes_on = Nccl(), threading.Event(), threading.Event()
 
     def hang(made: Communicator) -> None:
@@ -225,7 +228,7 @@ def test_a_set_up_that_hung_does_not_make_a_broken_sum_sound(store: TCPStore) ->
 
 
 def test_a_set_up_that_comes_too_late_connects_nobody(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the store has answered in the end, no communicator is made: the others wait in another one."""
+    """If the store answers late, no communicator is made: the others wait in another one."""
     nccl, goes_on, threads = Nccl(), threading.Event(), list[threading.Thread]()
 
     def answer_late(*_: Any, **__: Any) -> TCPStore:
@@ -243,7 +246,7 @@ def test_a_set_up_that_comes_too_late_connects_nobody(store: TCPStore, monkeypat
 
 
 def test_a_set_up_that_is_aborted_is_over(store: TCPStore) -> None:
-    """Also before there is a communicator to abort, as by a group that leaves meanwhile."""
+    """This holds even before there is a communicator, for example if the group leaves meanwhile."""
     nccl = Nccl()
     nccl.prepare = lambda _: nccl.abort()
     with pytest.raises(RuntimeError, match="aborted"):
@@ -258,7 +261,7 @@ def test_a_set_up_that_is_aborted_is_over(store: TCPStore) -> None:
 def test_a_communicator_is_made_on_the_device_of_the_thread_that_asks(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although another thread makes it, and a thread begins on the first one."""
+    """Another thread makes it, and a new thread starts on the first device."""
     asked, on_device, made_on = (list[threading.Thread]() for _ in range(3))
 
     def for_thread() -> Callable[[], None]:
@@ -274,7 +277,7 @@ def test_a_communicator_is_made_on_the_device_of_the_thread_that_asks(
 
 
 def test_garbage_of_an_aborted_set_up_is_no_connection(store: TCPStore) -> None:
-    """An abort from another thread ends the set-up, which is an error then whatever the sum says."""
+    """An abort by another thread ends the set-up with an error, whatever the sum is."""
     nccl = Nccl()
 
     def abort(made: Communicator) -> None:
@@ -289,7 +292,7 @@ def test_garbage_of_an_aborted_set_up_is_no_connection(store: TCPStore) -> None:
 
 
 def test_a_lost_member_that_nccl_notices_ends_the_exchange(store: TCPStore) -> None:
-    """NCCL only notes an error; the sum under way ends, and the error is there before it does."""
+    """NCCL only records an error. The sum ends, and the error is set before."""
     nccl = Nccl()
     configure(nccl, store, "a")
     waiting = exchange(nccl)
@@ -303,7 +306,7 @@ def test_a_lost_member_that_nccl_notices_ends_the_exchange(store: TCPStore) -> N
 
 
 def test_an_error_of_a_former_communicator_ends_only_that(store: TCPStore) -> None:
-    """The one in force goes on, also when it was put there while torch was asked for the error."""
+    """The current communicator goes on, even if it was set while torch was asked for the error."""
     nccl = Nccl()
     asked, replaced, told = threading.Event(), threading.Event(), threading.Event()
 
@@ -328,7 +331,10 @@ def test_an_error_of_a_former_communicator_ends_only_that(store: TCPStore) -> No
 
 
 def test_who_learns_of_a_dead_member_ends_its_own_exchange(store: TCPStore, trees: Any) -> None:
-    """What `Membership` calls when heartbeats end: the exchange of that quorum breaks off, and the next one works."""
+    """`Membership` calls this when heartbeats end.
+
+    The exchange of that quorum breaks off; the next one works.
+    """
     nccl = Nccl()
     own = Member(0, 1.0, "own", "c", "j", f"127.0.0.1:{store.port}")
     rendezvous = Rendezvous(
@@ -347,7 +353,7 @@ def test_who_learns_of_a_dead_member_ends_its_own_exchange(store: TCPStore, tree
 
 
 def test_what_takes_too_long_is_broken_off(store: TCPStore) -> None:
-    """Although nobody has noticed that a member is lost; a new communicator has time again."""
+    """Nobody has noticed that a member is lost. A new communicator has the whole time again."""
     nccl = Nccl()
     configure(nccl, store, "a")
     with nccl.deadline(timedelta(seconds=0.2)):
@@ -360,7 +366,7 @@ def test_what_takes_too_long_is_broken_off(store: TCPStore) -> None:
 
 
 def test_what_is_over_in_time_is_not_broken_off_later(store: TCPStore) -> None:
-    """Not even if it has failed: the communicator may be another one's by then."""
+    """This holds for a failed exchange as well: by then the communicator may be another one."""
     nccl, looks = Nccl(), threading.Semaphore(0)
 
     class Watched(Communicator):
@@ -381,7 +387,7 @@ def test_what_is_over_in_time_is_not_broken_off_later(store: TCPStore) -> None:
 def test_a_thread_that_was_left_launches_nothing_in_the_next_quorum(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, on_a_gpu: None
 ) -> None:
-    """Also if it was left before its call has reached torch: it goes on when the next communicator is in force."""
+    """The thread goes on only when the next communicator is in place."""
     at_launch, goes_on = threading.Event(), threading.Event()
     threads, begin = list[threading.Thread](), operations.all_reduce
 
@@ -407,7 +413,7 @@ def test_a_thread_that_was_left_launches_nothing_in_the_next_quorum(
 
 
 def test_the_time_of_an_exchange_begins_with_its_quorum(on_a_gpu: None) -> None:
-    """A quorum waits for groups that still compute, for longer than an exchange may take: nothing is wrong with it."""
+    """A quorum may wait for computing groups for longer than an exchange may take."""
     begun: list[timedelta] = []
 
     class Noted(Nccl):
@@ -444,7 +450,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 @two_gpus
 @pytest.mark.parametrize("when", ["in a sum", "in the set-up"])
 def test_a_peer_is_killed(when: str) -> None:
-    """SIGKILL of a peer: the survivor's process lives, breaks off, and sums on with a communicator of its own."""
+    """After SIGKILL of a peer, the survivor breaks off, and sums on with a communicator of its own."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     program = [sys.executable, __file__, str(store.port), when]
     environment = {**os.environ, **device.nccl_environment({}, int(TIMEOUT.total_seconds() * 1000))}
@@ -466,7 +472,7 @@ def test_a_peer_is_killed(when: str) -> None:
 
 
 def run_rank(port: int, when: str, rank: int) -> None:
-    """Be a rank on the GPU of its number; rank 1 is the one that is killed."""
+    """Act as the rank on the GPU of its number. Rank 1 is killed."""
     torch.cuda.set_device(rank)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     nccl = build_process_group("nccl", TIMEOUT)

@@ -1,8 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gloo that breaks off: ranks are processes, one of them is stopped, and only Gloo's own connections are shut down.
+"""Breaking off Gloo.
 
-This file is also the ranks' program: it forks one for each line on stdin, which spares all but one the imports.
+Ranks are processes, one of them is stopped, and only Gloo's sockets are shut down.
+
+This file is also the ranks' program: it forks a rank for each line on stdin, so that only the first
+process has to import.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ TWO_NOTICES = 96  # bytes: Gloo announces two segments before it waits
 
 
 class Opened:
-    """Sockets that something else opens while a process group is built."""
+    """Sockets that other code opens while a process group is built."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -51,7 +54,7 @@ class Opened:
             each.settimeout(DEADLINE)
 
     def living(self) -> list[str]:
-        """Return which of them still work, by trying."""
+        """Return the sockets that still work, by trying them."""
         ways: dict[str, Callable[[], bytes]] = {
             "listener": lambda: self._pass(
                 socket.create_connection(self.listener.getsockname()), self.listener.accept()[0]
@@ -85,7 +88,7 @@ class Opened:
 
 
 def open_meanwhile() -> list[Opened]:
-    """Let sockets be opened in every process group's making; returns the list that they come into."""
+    """Open sockets during the set-up of every process group. Return the list that receives them."""
     opened: list[Opened] = []
     make = BreakableGloo._connect
 
@@ -98,7 +101,7 @@ def open_meanwhile() -> list[Opened]:
 
 
 def listening() -> set[int]:
-    """Return the inodes of this process's sockets that listen."""
+    """Return the inodes of this process's listening sockets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -111,7 +114,7 @@ def listening() -> set[int]:
 
 
 def all_reduce(group: BreakableGloo, elements: int = 1) -> str:
-    """Sum numbers over the ranks; returns what became of them."""
+    """Sum numbers over the ranks. Return the result or the error."""
     options = AllreduceOptions()
     options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
     options.timeout = TIMEOUT
@@ -124,7 +127,7 @@ def all_reduce(group: BreakableGloo, elements: int = 1) -> str:
 
 
 def all_gather(group: BreakableGloo, elements: int = 1) -> str:
-    """Gather numbers of all ranks, bytes as the exchange sends them; returns what became of them."""
+    """Gather numbers of all ranks, as bytes like the exchange. Return the result or the error."""
     options = AllgatherOptions()
     options.timeout = TIMEOUT
     own = torch.ones(elements).view(torch.uint8)
@@ -140,7 +143,7 @@ COLLECTIVES = {"all-reduce": all_reduce, "all-gather": all_gather}
 
 
 def shrink_send_buffers() -> None:
-    """Let no connection take much that the other end does not read."""
+    """Keep the kernel from buffering much that the other end does not read."""
     for descriptor, inode in own_sockets():
         with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as each:
             assert each is not None
@@ -163,7 +166,7 @@ def find_hosts(links: list[tuple[int, int]]) -> list[str]:
 
 
 def wait_received(octets: int) -> None:
-    """Wait until a connection of this process has got so many bytes."""
+    """Wait until a connection of this process has received so many bytes."""
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline:
         for descriptor, inode in own_sockets():
@@ -178,7 +181,7 @@ def wait_received(octets: int) -> None:
 
 
 def be_rank(order: dict[str, Any]) -> None:
-    """Do what a test wants of one rank; it leads through the store, and is told there."""
+    """Act as one rank. Orders come through the store, and reports go there."""
     rank, name = order["rank"], order["name"]
     # One who waits at a store keeps others from telling it anything.
     waits, tells = (
@@ -222,7 +225,7 @@ def be_rank(order: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Fork a rank for each order on stdin, and tell its pid."""
+    """Fork a rank for each order on stdin, and print its pid."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for line in sys.stdin:
         if (pid := os.fork()) == 0:
@@ -246,14 +249,14 @@ class Ranks:
         sender: int | None = None,
         collective: str = "all-reduce",
     ) -> None:
-        """Start all of them; returns when they have summed once.
+        """Start all ranks. Return when they have summed once.
 
         Args:
-            errored: what `abort` is told.
-            reduces: whether they sum again.
-            elements: of what they sum then.
-            sender: a rank that sends little ahead, and tells when it has got two segments of 1 MiB.
-            collective: which one they make, a key of COLLECTIVES.
+            errored: argument of `abort`.
+            reduces: the ranks sum again.
+            elements: number of elements in that sum.
+            sender: rank that sends little ahead, and reports when it has received two segments of 1 MiB.
+            collective: the collective, a key of COLLECTIVES.
         """
         assert self._nursery.stdin is not None
         assert self._nursery.stdout is not None
@@ -269,13 +272,13 @@ class Ranks:
         self._store.set(f"{self._name}/{rank}/{what}", "")
 
     def hear(self, rank: int, what: str) -> Any:
-        """Wait for a rank's word."""
+        """Wait for a rank's report."""
         return json.loads(self._store.get(f"{self._name}/{rank}/{what}"))
 
     def stop(self, rank: int) -> None:
-        """Stop a rank; returns when all its threads have stopped.
+        """Stop a rank. Return when all its threads have stopped.
 
-        One that a busy machine stops late still reads what comes meanwhile.
+        A thread that a busy machine stops late could still read what arrives.
         """
         os.kill(self.pids[rank], signal.SIGSTOP)
         deadline = time.monotonic() + DEADLINE
@@ -284,18 +287,18 @@ class Ranks:
             time.sleep(0.01)
 
     def wait_unread(self, pid: int, octets: int = 1) -> None:
-        """Wait until so much lies unread in each connection of a stopped process that has something to read.
+        """Wait until so many bytes lie unread in each connection of a stopped process with input.
 
-        The others wait in their operation then.
+        By then the other ranks wait in their operation.
         """
         self._wait_queued(pid, lambda _, unread: unread >= octets)
 
     def wait_unsent(self, pid: int) -> None:
-        """Wait until a process cannot send all that it has to, because the other end takes nothing."""
+        """Wait until a process has bytes to send that the other end does not take."""
         self._wait_queued(pid, lambda unsent, _: unsent > 0)
 
     def _wait_queued(self, pid: int, condition: Callable[[int, int], bool]) -> None:
-        """Wait until the bytes to send and to read in one of a process's connections are as wanted."""
+        """Wait until one of a process's connections has the wanted numbers of bytes in its queues."""
         sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
         deadline = time.monotonic() + DEADLINE
         while True:
@@ -327,7 +330,7 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def ranks(nursery: subprocess.Popen[str], request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Provide the ranks of a test; they are ended with it."""
+    """Provide the ranks of a test, and end them with the test."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=DEADLINE), wait_for_workers=False)
     ranks = Ranks(nursery, store, request.node.name)
     yield ranks
@@ -339,7 +342,7 @@ def ranks(nursery: subprocess.Popen[str], request: pytest.FixtureRequest) -> Ite
 
 
 def test_connections_are_between_the_addresses_that_the_groups_name(ranks: Ranks) -> None:
-    """Not those that a host's own name is resolved to, a loopback on many: another host would not reach it."""
+    """The host's own name often resolves to a loopback address, which another host does not reach."""
     ranks.start(3)
     for rank in range(3):
         ranks.tell(rank, "again")
@@ -350,7 +353,7 @@ def test_connections_are_between_the_addresses_that_the_groups_name(ranks: Ranks
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(ranks: Ranks, num_ranks: int, collective: str) -> None:
-    """Abort ends it long before its timeout; the process goes on, and can be in another process group."""
+    """An abort ends it long before its timeout. The process can then be in another process group."""
     ranks.start(num_ranks, collective=collective)
     *live, stopped = range(num_ranks)
     ranks.stop(stopped)
@@ -369,7 +372,10 @@ def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(ranks: Ranks, n
 def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends(
     ranks: Ranks, collective: str, aborts: bool
 ) -> None:
-    """Gloo tells the others that the connection is gone, not this one: it sees so by itself, or abort ends its wait."""
+    """Gloo does not report the lost connection to a sender.
+
+    The sender notices it itself, or an abort ends it.
+    """
     # Of a ring: the sender sends to the victim, and receives from the third.
     victim, sender, third = (0, 1, 2) if collective == "all-reduce" else (0, 2, 1)
     ranks.start(3, elements=SEGMENTS_OF_1_MIB, sender=sender, collective=collective)
@@ -399,7 +405,7 @@ def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends(
 def test_an_operation_that_waits_for_a_rank_that_dies_breaks_by_itself(
     ranks: Ranks, num_ranks: int, collective: str
 ) -> None:
-    """Nobody need abort: the end of the rank's connections reaches those that send to it, or receive from it."""
+    """No abort is needed: the end of the connections reaches ranks that send to it or receive from it."""
     ranks.start(num_ranks, elements=SEGMENTS_OF_1_MIB, collective=collective)
     *live, dying = range(num_ranks)
     ranks.stop(dying)
@@ -412,7 +418,10 @@ def test_an_operation_that_waits_for_a_rank_that_dies_breaks_by_itself(
 
 
 class Work:
-    """Stands in for an operation of Gloo, which is complete at a look; until `busy_until` something comes at each."""
+    """Stands in for an operation of Gloo that is complete after some checks.
+
+    Until `busy_until`, something arrives at each check.
+    """
 
     def __init__(self, complete_at: float, peer: socket.socket, busy_until: int = 0) -> None:
         self.looks, self._complete_at, self._peer, self._busy_until = 0, complete_at, peer, busy_until
@@ -433,7 +442,7 @@ class Work:
 
 
 def test_an_operation_of_an_aborted_process_group_is_waited_for_no_longer() -> None:
-    """Whatever its connections look like: they are shut down, which Gloo may not have noticed."""
+    """The state of the connections makes no difference: Gloo may not have noticed the shutdown."""
 
     class Work:
         looks = 0
@@ -454,7 +463,10 @@ def test_an_operation_of_an_aborted_process_group_is_waited_for_no_longer() -> N
 
 
 def test_what_a_member_sent_before_it_closed_its_connections_still_comes() -> None:
-    """A group that leaves has done its part, which others pass on, however slowly. What stands still is lost."""
+    """A leaving group has done its part, which others pass on slowly.
+
+    Only an idle operation is lost.
+    """
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as peer,
@@ -475,7 +487,10 @@ def test_what_a_member_sent_before_it_closed_its_connections_still_comes() -> No
 
 @pytest.mark.parametrize("errored", [True, False])
 def test_only_connections_of_gloo_are_shut_down(ranks: Ranks, errored: bool) -> None:
-    """What others opened meanwhile is spared, and what listens; if nothing is under way, all is."""
+    """Sockets of other code and listening sockets are spared.
+
+    With nothing under way, all are spared.
+    """
     ranks.start(3, errored, reduces=False)
     for rank in range(3):
         ranks.tell(rank, "again")
