@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Addresses as text, and those of this host."""
+"""Addresses as text, and the addresses of this host."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from titan_ft.system.address import find_source_address, is_unspecified, join_ad
 
 @pytest.mark.parametrize(("host", "text"), [("10.0.0.1", "10.0.0.1:80"), ("fe80::1", "[fe80::1]:80"), ("n1", "n1:80")])
 def test_an_address_is_what_it_was_made_of(host: str, text: str) -> None:
-    """IPv6 stands in brackets, also behind http:// and before a slash."""
+    """IPv6 hosts have brackets, also after http:// and before a slash."""
     assert join_address(host, 80) == text
     assert split_address(text) == split_address(f"http://{text}/") == (host, 80)
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", "host:+80", "host:8_0", "host: 80", "host:80a", "host:65536"])
 def test_a_port_is_a_plain_number(text: str) -> None:
-    """What int() would take, or guess, is refused all the same."""
+    """Texts that int() would accept are refused."""
     with pytest.raises(ValueError, match="has no port"):
         split_address(text)
 
 
 @pytest.mark.parametrize(("url", "host"), [("http://127.0.0.1:29510", "127.0.0.1"), ("http://[::1]:29510/", "::1")])
 def test_the_source_is_the_interface_that_leads_there(url: str, host: str) -> None:
-    """Numeric, and found without a packet sent."""
+    """The result is numeric, and no packet is sent."""
     try:
         assert find_source_address(*split_address(url)) == host
     except OSError:
@@ -43,13 +43,13 @@ def test_the_source_is_the_interface_that_leads_there(url: str, host: str) -> No
     ("host", "unspecified"), [("::", True), ("[::]", True), ("0.0.0.0", True), ("0::0", True), ("::1", False)]
 )
 def test_all_addresses_are_written_in_several_ways(host: str, unspecified: bool) -> None:
-    """What others reach has to be found for each of them."""
+    """For each spelling, an address for other hosts must be found."""
     assert is_unspecified(host) == unspecified
 
 
 @pytest.mark.parametrize(("has_ipv6", "bind"), [(True, "::"), (False, "0.0.0.0")])
 def test_a_host_without_ipv6_listens_all_the_same(has_ipv6: bool, bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual place to listen is [::], which a kernel without IPv6 refuses."""
+    """The default address is [::], which a kernel without IPv6 refuses."""
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: has_ipv6)
     assert usable_bind("::") == bind
     assert usable_bind("127.0.0.1") == "127.0.0.1"
@@ -57,7 +57,7 @@ def test_a_host_without_ipv6_listens_all_the_same(has_ipv6: bool, bind: str, mon
 
 @pytest.fixture
 def host() -> Iterator[Callable[..., str]]:
-    """Provide a host of its own, a network namespace: `host(*commands)` sets it up and returns what it finds."""
+    """Provide a network namespace: `host(*commands)` sets it up and returns the address found there."""
     name = f"titan-ft-{uuid.uuid4().hex[:8]}"
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -110,5 +110,5 @@ V4_ROUTE, V6_ROUTE = "route add default via 192.0.2.1", "-6 route add default vi
 def test_what_others_reach_is_announced(
     host: Callable[..., str], bind: str, commands: tuple[str, ...], found: str
 ) -> None:
-    """The address of the interface that leads out, of IPv6 where that is all there is; the loopback is the last."""
+    """It is the address of the interface that leads out, IPv6 if there is no other, loopback as the last resort."""
     assert host(bind, *commands) == found

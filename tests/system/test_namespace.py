@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Network namespaces of one's own, as root and as an ordinary user."""
+"""Network namespaces, as root and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SET_DUMPABLE = 4  # linux/prctl.h
 
 
 def in_child(call: Callable[[], None], user: int) -> None:
-    """Make a call in a child of this process, as a user; the child's traceback is on stderr if it fails."""
+    """Make a call in a child process as a user. If it fails, the traceback is on stderr."""
     child = os.fork()
     if child == 0:
         try:
@@ -43,7 +43,7 @@ def in_child(call: Callable[[], None], user: int) -> None:
 
 
 def open_to_all(folder: Path) -> None:
-    """Let another user write a folder of pytest's, which only this user may enter."""
+    """Let another user write a folder of pytest, which only this user may enter otherwise."""
     folder.chmod(0o777)
     for above in folder.parents[:3]:
         above.chmod(above.stat().st_mode | 0o011)
@@ -51,7 +51,7 @@ def open_to_all(folder: Path) -> None:
 
 @pytest.mark.parametrize("user", [os.getuid(), 12345])
 def test_a_thread_has_a_loopback_of_its_own(user: int, tmp_path: Path) -> None:
-    """The rest of the process stays outside, and its files stay those of its user."""
+    """The rest of the process stays outside, and files keep their users."""
     if user != os.getuid() and os.getuid() != 0:
         pytest.skip("only root can be another user")
     open_to_all(tmp_path)
@@ -101,7 +101,7 @@ def test_the_rights_last_through_an_exec(tmp_path: Path) -> None:
 
 
 def test_a_refusal_is_said_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Ubuntu with its AppArmor rule, and in most containers."""
+    """Ubuntu's AppArmor rule and most containers refuse."""
 
     def refuse(name: str, *arguments: object) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -113,7 +113,7 @@ def test_a_refusal_is_said_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_system_that_ends_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a seccomp profile may: only the child that tries is ended, and that is a refusal."""
+    """A seccomp profile may end the child that tries. That counts as a refusal."""
 
     def end(name: str, *arguments: object) -> None:
         os.kill(os.getpid(), signal.SIGSYS)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which process a rank takes for one that has ended, and how a process ends and stops listening."""
+"""Which processes count as ended, and how a process ends and stops listening."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from titan_ft.system.process import Process, shut_listener
 
 
 def test_processes_are_recognized() -> None:
-    """This process lives; one of another start time under its pid is another one; other hosts cannot be looked at."""
+    """This process lives.
+
+    Another start time under its pid is another process. Other hosts are unknown.
+    """
     this = Process.parse(str(Process.this()))
     assert this == Process.this()
     assert not this.is_gone()
@@ -26,7 +29,7 @@ def test_processes_are_recognized() -> None:
 
 
 def test_a_listener_that_is_shut() -> None:
-    """Connections that are open stay open; other listeners stay."""
+    """Open connections and other listeners stay."""
     with socket.create_server(("127.0.0.1", 0)) as shut, socket.create_server(("127.0.0.1", 0)) as other:
         address = shut.getsockname()
         with socket.create_connection(address) as outside, shut.accept()[0] as inside:
@@ -54,7 +57,7 @@ time.sleep(3600)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "on_exit"), reason="needs glibc")
 def test_an_exit_on_a_thread_ends_the_process() -> None:
-    """As torchft's manager calls it. A library's handler would keep the process; without the call it does."""
+    """torchft's manager calls exit() on a thread. A library's handler would keep the process."""
     ended = subprocess.run([sys.executable, "-c", EXITS.format(call="end_at_exit()")], timeout=60.0, check=False)
     assert ended.returncode == 7
     with subprocess.Popen([sys.executable, "-c", EXITS.format(call="print('', flush=True)")]) as stays:

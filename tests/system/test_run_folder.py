@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A run's folder that somebody else has made, or may write."""
+"""A run's folder that another user has made, or may write."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_ones_own_is_taken(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without a word; nor is there one of a folder that is yet to be made."""
+    """Nothing is printed, not even for a folder that does not exist yet."""
     (folder / "config.toml").touch()
     check_run_folder(folder)
     check_run_folder(folder / "none")
@@ -41,7 +41,7 @@ def test_a_folder_of_ones_own_is_taken(folder: Path, capfd: pytest.CaptureFixtur
 @as_root
 @pytest.mark.parametrize("planted", ["", "file", "checkpoint", "link"])
 def test_a_folder_of_another_user_is_refused(folder: Path, planted: str) -> None:
-    """Or one in which another user has made a file, a checkpoint or a link."""
+    """So is a folder in which another user has made a file, a checkpoint or a link."""
     target = folder / "config.toml" if planted else folder
     if planted == "file":
         target.touch()
@@ -82,7 +82,7 @@ def test_a_folder_above_that_everybody_may_write_is_one_line(
 
 @pytest.mark.parametrize(("mode", "is_refused"), [(0o777, True), (0o757, True), (0o1777, False)])
 def test_a_folder_that_everybody_may_write_is_refused(folder: Path, mode: int, is_refused: bool) -> None:
-    """But for one with the sticky bit."""
+    """A folder with the sticky bit is not."""
     folder.chmod(mode)
     if not is_refused:
         check_run_folder(folder)
@@ -93,14 +93,14 @@ def test_a_folder_that_everybody_may_write_is_refused(folder: Path, mode: int, i
 
 
 def test_a_folder_that_the_group_may_write_is_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It is common with the umask 002."""
+    """That is common with the umask 002."""
     folder.chmod(0o775)
     check_run_folder(folder)
     assert capfd.readouterr().err.count(f"the group may write {folder}") == 1
 
 
 def test_a_file_server_that_maps_this_user_is_no_stranger(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root is nobody on most of them: then its new files are nobody's, too."""
+    """Most file servers map root to nobody, who then owns its new files."""
     with tempfile.TemporaryFile(dir=folder) as file:
         mapped = os.fstat(file.fileno()).st_uid
     monkeypatch.setattr(os, "geteuid", lambda: mapped + 1)
@@ -129,14 +129,14 @@ def test_a_folder_of_another_user_that_cannot_be_probed_is_refused(
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """Provide a file of this user that must stay as it is."""
+    """Provide a file of this user that must not change."""
     found = tmp_path / "bashrc"
     found.write_text("mine\n")
     return found
 
 
 def test_events_are_not_written_through_a_link(folder: Path, victim: Path) -> None:
-    """Nor is anything else that is opened with this opener."""
+    """Nor is any other file that this opener opens."""
     (folder / "events.jsonl").symlink_to(victim)
     appender = FileAppender(folder / "events.jsonl")
     appender.append(b"{}\n")
@@ -158,7 +158,7 @@ def test_an_announcement_is_not_written_through_a_link(folder: Path, victim: Pat
 
 @pytest.fixture
 def usual_umask() -> Iterator[None]:
-    """Give this process its umask back."""
+    """Restore the umask of this process."""
     before = os.umask(0o002)
     yield
     os.umask(before)
@@ -166,7 +166,7 @@ def usual_umask() -> Iterator[None]:
 
 @pytest.mark.parametrize(("given", "expected"), [(0o002, 0o022), (0o022, 0o022), (0o077, 0o077), (0o000, 0o022)])
 def test_nobody_else_may_write_what_a_run_makes(usual_umask: None, given: int, expected: int) -> None:
-    """A narrower umask of the user's stays."""
+    """A stricter umask of the user stays."""
     os.umask(given)
     write_for_owner_only()
     assert os.umask(0o022) == expected

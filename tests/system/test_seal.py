@@ -13,7 +13,7 @@ TOKEN = "0123456789abcdef"
 
 
 def test_a_sealed_text_comes_back() -> None:
-    """With the same token and key; the text may have spaces in it."""
+    """Token and key are the same. The text may contain spaces."""
     assert remove_seal(TOKEN, "key", add_seal(TOKEN, "key", "10.0.0.1:7 a b")) == "10.0.0.1:7 a b"
 
 
@@ -38,12 +38,12 @@ def test_a_text_without_its_seal_is_refused(token: str, key: str, sealed: str) -
 
 
 def test_purpose_and_text_do_not_run_into_each_other() -> None:
-    """A seal of one place is worth nothing at another."""
+    """A seal for one place is not valid at another."""
     assert len({seal(TOKEN, "a", "b:c"), seal(TOKEN, "a:b", "c"), seal(TOKEN, "", "a:b:c")}) == 3
 
 
 def test_nothing_of_a_shown_text_moves_the_terminal() -> None:
-    """Control characters and those that turn the direction of writing are escaped; everything else stays."""
+    """Control characters and characters that reverse the direction of text are escaped."""
     assert printable("replica 2, größer") == "replica 2, größer"
     assert printable("a\x1b]0;title\x07\x9b2J\u202e\ud800\nb") == "a\\x1b]0;title\\x07\\x9b2J\\u202e\\ud800\\nb"
     assert printable("x" * 10, 4) == "xxxx..."

@@ -17,7 +17,7 @@ LONG = "0123456789abcdef"
 
 @pytest.mark.parametrize("token", ["", "x", "hunter2", LONG[:-1]])
 def test_a_token_that_anybody_finds_is_refused_off_loopback(token: str) -> None:
-    """With an empty key everybody computes the proofs; a short one is found offline."""
+    """With an empty token everybody computes the proofs. A short token is found offline."""
     with pytest.raises(ConfigError, match=rf"TITAN_FT_TOKEN must be set .* at least {MIN_BYTES} bytes, got") as caught:
         check_token(token, is_local=False)
     assert "\n" not in str(caught.value)
@@ -27,13 +27,13 @@ def test_a_token_that_anybody_finds_is_refused_off_loopback(token: str) -> None:
 
 
 def test_a_long_token_is_taken() -> None:
-    """Bytes count, and not letters."""
+    """The length in bytes counts."""
     check_token(LONG, is_local=False)
     check_token("\N{SNOWMAN}" * 6, is_local=False)
 
 
 def test_a_token_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
-    """The variable counts first; the file's last line feed is none of the token."""
+    """The variable has priority. The file's last line feed does not belong to the token."""
     file = tmp_path / "token"
     file.write_text(f"{LONG}\n")
     file.chmod(0o400)
@@ -43,7 +43,7 @@ def test_a_token_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    """Without it the worker would have no token."""
+    """Otherwise the worker would have no token."""
     with pytest.raises(ConfigError, match=r"TITAN_FT_TOKEN_FILE must name a file .*No such file") as caught:
         read_token({"TITAN_FT_TOKEN_FILE": str(tmp_path / "none")})
     assert "\n" not in str(caught.value)
@@ -55,7 +55,7 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602, 0o660])
 def test_a_file_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
-    """By its mode."""
+    """The mode of the file decides."""
     file = tmp_path / "token"
     file.write_text(LONG)
     file.chmod(mode)
@@ -65,7 +65,7 @@ def test_a_file_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
-    """Its owner reads and changes it, whatever its mode is."""
+    """Its owner can read and change it, whatever the mode is."""
     file = tmp_path / "token"
     file.write_text(LONG)
     file.chmod(0o400)
@@ -75,7 +75,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_server_that_maps_this_user_is_no_stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Root is nobody on most of them. The mode counts as for any other file of this user."""
+    """Most file servers map root to nobody. The mode counts as for any other file of this user."""
     file = tmp_path / "token"
     file.write_text(LONG)
     file.chmod(0o400)
@@ -90,7 +90,7 @@ def test_a_file_server_that_maps_this_user_is_no_stranger(monkeypatch: pytest.Mo
 
 
 def test_a_file_of_root_may_be_read_by_the_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """So Kubernetes hands a Secret to a pod of another user, which is alone in that group."""
+    """Kubernetes provides a Secret in this way to a pod of another user, which is alone in that group."""
     found = os.stat_result((0o100440, 0, 0, 1, 0, 1000, 0, 0, 0, 0))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     check_private(tmp_path, found, "TITAN_FT_TOKEN_FILE")

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Give tests of the transfer donors, and a view on what they are asked for."""
+"""Donors for tests of the transfer, and a record of the requests that they get."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_donor() -> Iterator[Callable[..., Donor]]:
-    """Provide the builder of donors; closes them."""
+    """Provide the builder of donors, and close them."""
     donors: list[Donor] = []
 
     def start(**kwargs: Any) -> Donor:
@@ -56,10 +56,10 @@ def background() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Provide a view on what donors are asked for: offsets, and "header" for the header.
+    """Provide a record of the requests to donors: offsets, and "header" for the header.
 
-    `watch(interfere)` calls interfere(place, times it was asked for, send) before each answer, whose bytes are sent by
-    what it returns.
+    `watch(interfere)` calls interfere(place, number of requests for it, send) before each answer.
+    The function that it returns sends the answer.
     """
 
     def start(interfere: Callable[[Any, int, Any], Any] = lambda place, times, send: send) -> list[Any]:

@@ -29,7 +29,7 @@ def make_snapshot(step: int, num_bytes: int) -> Snapshot:
 
 
 class Donor:
-    """A state server that notes what it is told, with a joiner's view of it."""
+    """A state server that records the calls of `served`, with a joiner's view of it."""
 
     def __init__(self, wait_seconds: float = DEADLINE, token: str = TOKEN, max_mbps: float = 0.0) -> None:
         self.served: list[tuple[str, int]] = []
@@ -64,7 +64,7 @@ class Donor:
 
 
 def check_equal(fetched: Snapshot, sent: Snapshot) -> None:
-    """Check that what arrived is what was sent, in memory of its own."""
+    """Check that the received state equals the sent state, and has its own memory."""
     assert (fetched.step, fetched.lineage, fetched.header) == (sent.step, sent.lineage, sent.header)
     assert torch.equal(fetched.payload, sent.payload)
     if sent.payload.numel():
@@ -72,7 +72,7 @@ def check_equal(fetched: Snapshot, sent: Snapshot) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that no event tells of."""
+    """Wait for a condition that no event shows."""
     deadline = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < deadline, "the condition never came true"

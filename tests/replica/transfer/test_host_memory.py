@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The memory that copies of a state go to: pinned early and once, beside training; what is left of a host's memory."""
+"""Host memory for copies of a state: pinned early, once, and beside training.
+
+And a host's free memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ GB = 2**30
 
 
 class Host:
-    """What a host gives as pinned memory, and to which thread."""
+    """Records who pins memory: the sizes, and the names of the threads."""
 
     def __init__(self) -> None:
         self.gives = threading.Event()
@@ -63,7 +66,7 @@ def threads() -> list[str]:
 
 
 def test_memory_is_pinned_once_and_not_by_the_training_thread(host: Host) -> None:
-    """However often it is lent and taken back."""
+    """The same memory is taken and given back many times."""
     memory, addresses = HostMemory(), set()
     memory.reserve(NUM_BYTES)
     for _ in range(3):
@@ -77,7 +80,7 @@ def test_memory_is_pinned_once_and_not_by_the_training_thread(host: Host) -> Non
 
 
 def test_whoever_reserves_does_not_wait(host: Host) -> None:
-    """Who wants the memory before it is there waits for it: to pin it himself would take as long."""
+    """`take` waits for the thread that pins: pinning the memory a second time would take as long."""
     host.gives.clear()
     memory = HostMemory()
     memory.reserve(NUM_BYTES)
@@ -87,7 +90,7 @@ def test_whoever_reserves_does_not_wait(host: Host) -> None:
 
 
 def test_a_copy_that_nothing_was_reserved_for_has_pinned_memory_too(host: Host) -> None:
-    """As the first copy of a group whose host may have no room for a reserve; or while another copy is read still."""
+    """Examples are the first copy on a host with scarce memory, and a copy while another one is read."""
     memory = HostMemory()
     lent = [memory.take(NUM_BYTES), memory.take(NUM_BYTES)]
     assert all(map(host.is_pinned, lent))
@@ -98,7 +101,10 @@ def test_a_copy_that_nothing_was_reserved_for_has_pinned_memory_too(host: Host) 
 
 
 def test_a_host_without_memory_to_pin_is_named(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    """One line, with the bytes and torch's reason; the copies go to other memory, and nobody tries to pin again."""
+    """One line has the bytes and torch's reason.
+
+    Copies use other memory, and nothing is pinned again.
+    """
     host.is_short = True
     memory = HostMemory()
     with caplog.at_level(logging.WARNING):
@@ -113,7 +119,7 @@ def test_a_host_without_memory_to_pin_is_named(host: Host, caplog: pytest.LogCap
 
 
 def test_a_joiner_has_other_memory_too(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    """What it fetches into, and its queue: to come back slowly is better than not to come back."""
+    """A joiner fetches into unpinned memory, and queues there: a slow return is better than none."""
     pinned = device.empty_host(1000, torch.float32)
     assert host.is_pinned(pinned)
     host.is_short = True
@@ -128,7 +134,7 @@ def test_a_joiner_has_other_memory_too(host: Host, caplog: pytest.LogCaptureFixt
 def test_a_reserve_leaves_half_of_the_host_alone(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_ranks: int, reserves: bool
 ) -> None:
-    """All ranks of the host look at the same moment, before any has taken its part: each counts for all of them."""
+    """All ranks of a host look before any of them allocates. So each counts the memory of all."""
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * NUM_BYTES)
     memory = HostMemory(num_ranks)
     with caplog.at_level(logging.INFO):
@@ -141,7 +147,7 @@ def test_a_reserve_leaves_half_of_the_host_alone(
 
 
 def test_memory_that_is_at_hand_is_not_scarce(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is being pinned is taken already; so is what was given back, a part, too. What is lent is not at hand."""
+    """Memory that is being pinned, or was given back, is at hand. Memory that was taken is not."""
     memory = HostMemory(num_ranks=4)
     memory.reserve(NUM_BYTES)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * NUM_BYTES - 1)
@@ -158,7 +164,7 @@ def test_memory_that_is_at_hand_is_not_scarce(host: Host, monkeypatch: pytest.Mo
 
 
 def test_memory_of_another_size_is_let_go_of_before_more_is_taken(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that is short of it has no room for both."""
+    """A host with scarce memory has no room for both."""
     memory = HostMemory()
     lent = memory.take(NUM_BYTES)
     left, gone = weakref.ref(lent), list[bool]()
@@ -176,7 +182,7 @@ def test_memory_of_another_size_is_let_go_of_before_more_is_taken(host: Host, mo
 
 
 def test_what_is_kept_is_told(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    """How much of the host's memory is gone for good."""
+    """One line reports how much host memory is kept for good."""
     memory = HostMemory()
     with caplog.at_level(logging.INFO):
         memory.reserve(12_340_000)
@@ -186,7 +192,7 @@ def test_what_is_kept_is_told(host: Host, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_nothing_is_left_behind(host: Host) -> None:
-    """Closing waits for the thread that pins, and lets go of what it has pinned."""
+    """`close` waits for the thread that pins, and frees its memory."""
     host.gives.clear()
     memory = HostMemory()
     memory.reserve(NUM_BYTES)
@@ -202,7 +208,10 @@ def test_nothing_is_left_behind(host: Host) -> None:
 
 
 def test_on_a_cpu_nothing_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy takes its memory when it is made: there is nothing to pin, and not twice the memory without a joiner."""
+    """A copy allocates its memory when it is made.
+
+    Nothing is pinned, or allocated without a joiner.
+    """
     memory = HostMemory()
     assert memory.reserve(NUM_BYTES)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * NUM_BYTES - 1)
@@ -217,7 +226,7 @@ def test_on_a_cpu_nothing_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(root: Path, **files: str) -> None:
-    """Write files below `root`; in their names __ is a slash, and _DOT_ a dot."""
+    """Write files below `root`. In their names __ stands for a slash, and _DOT_ for a dot."""
     for name, text in files.items():
         path = root / name.replace("__", "/").replace("_DOT_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,14 +238,14 @@ def meminfo(free: int) -> str:
 
 
 def test_this_machine_tells() -> None:
-    """On Linux it is a part of what the machine has."""
+    """On Linux the result is a part of this machine's memory."""
     free = free_bytes()
     assert free is not None
     assert 0 < free < 2**50
 
 
 def test_without_cgroups_it_is_what_the_host_has(tmp_path: Path) -> None:
-    """With caches that the kernel would drop; without any word nobody knows."""
+    """Caches that the kernel would drop count as free. Without /proc the result is None."""
     assert free_bytes(tmp_path) is None
     write(tmp_path, proc__meminfo=meminfo(5 * GB))
     assert free_bytes(tmp_path) == 5 * GB
@@ -249,7 +258,7 @@ def test_without_cgroups_it_is_what_the_host_has(tmp_path: Path) -> None:
     [("max", "max", 50), (str(10 * GB), "max", 7), (str(10 * GB), str(12 * GB), 2), (str(GB), "max", 0)],
 )
 def test_a_cgroup_and_those_above_it_bound_it(tmp_path: Path, own: str, above: str, expected: int) -> None:
-    """Each has its limit and what is used of that; files that are cached and not used any more do not count."""
+    """Each cgroup has a limit and a usage. Cached files that nobody uses any more do not count."""
     write(
         tmp_path,
         proc__meminfo=meminfo(50 * GB),
@@ -264,7 +273,7 @@ def test_a_cgroup_and_those_above_it_bound_it(tmp_path: Path, own: str, above: s
 
 
 def test_a_container_sees_its_own_limit_at_the_mount(tmp_path: Path) -> None:
-    """Its path may be that of the host, which is not there."""
+    """The path of its cgroup may be the host's, which does not exist in the container."""
     write(
         tmp_path,
         proc__meminfo=meminfo(50 * GB),
@@ -276,7 +285,7 @@ def test_a_container_sees_its_own_limit_at_the_mount(tmp_path: Path) -> None:
 
 
 def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
-    """Memory has a tree of its own; without a limit it tells an enormous one."""
+    """Memory has a tree of its own there. Without a limit it shows a huge number."""
     write(
         tmp_path,
         proc__meminfo=meminfo(50 * GB),
@@ -291,7 +300,7 @@ def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
 
 
 def test_a_full_cgroup_leaves_nothing_and_one_update_is_queued(tmp_path: Path) -> None:
-    """Without any queue no joiner would ever be one of the others."""
+    """Without any queue a joiner could never catch up."""
     assert most_updates(FaultTolerance(), 0, 8, 4 * GB) == 1
 
 
@@ -300,7 +309,7 @@ def test_a_full_cgroup_leaves_nothing_and_one_update_is_queued(tmp_path: Path) -
     [({}, 12), ({"catch_up_max_gb": 20.0}, 5)],
 )
 def test_half_of_it_is_shared_out_among_the_ranks(config: dict[str, float], expected: int) -> None:
-    """Of 800 GB 8 ranks may queue 50 GB each: 12 updates of 4 GB."""
+    """Of 800 GB, 8 ranks may queue 50 GB each: 12 updates of 4 GB."""
     settings = FaultTolerance()
     for name, value in config.items():
         setattr(settings, name, value)

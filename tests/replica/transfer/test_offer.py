@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a state server offers, how a joiner finds it, and how it comes to it."""
+"""What a state server offers, how a joiner finds the offer, and how it gets the state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELD = Message(step=5, lineage=1005, digest=77)
 
 
 def find_offer(address: str, token: str, step: int = 0) -> tuple[int, ...] | None:
-    """Return what `ask_offer` returns, without the time since the offer began."""
+    """Return the result of `ask_offer` without the time since the offer began."""
     found = ask_offer(address, token, step)
     return None if found is None else found[:4]
 
@@ -38,7 +38,7 @@ def find_offer(address: str, token: str, step: int = 0) -> tuple[int, ...] | Non
 
 
 def test_who_offers_nothing_says_so(donor: Donor) -> None:
-    """Also when it has a copy for others, and when it has taken an offer back."""
+    """Neither a copy for other joiners nor a withdrawn offer is an offer."""
     donor.publish(make_snapshot(5, 10))
     assert ask_offer(donor.address, TOKEN) is None
     donor.server.offer(HELD)
@@ -48,7 +48,7 @@ def test_who_offers_nothing_says_so(donor: Donor) -> None:
 
 
 def test_an_offer_is_for_who_knows_the_token(donor: Donor) -> None:
-    """As all else that a donor says."""
+    """All answers of a donor need the token."""
     donor.server.offer(HELD)
     with pytest.raises(RefusedError):
         ask_offer(donor.address, "another secret")
@@ -57,7 +57,7 @@ def test_an_offer_is_for_who_knows_the_token(donor: Donor) -> None:
 def test_what_is_offered_is_copied_when_it_is_wanted(
     start_donor: Callable[..., Donor], background: ThreadPoolExecutor
 ) -> None:
-    """However long the step is that the copy has to wait for; to ask what is offered wants nothing yet."""
+    """The copy may wait for a long step. A question about the offer requests no copy."""
     donor = start_donor(wait_seconds=0.0)
     donor.server.offer(HELD)
     ask_offer(donor.address, TOKEN)
@@ -76,7 +76,7 @@ def test_what_is_offered_is_copied_when_it_is_wanted(
 def test_an_offer_that_is_taken_back_ends_the_wait(
     start_donor: Callable[..., Donor], background: ThreadPoolExecutor
 ) -> None:
-    """The others are at their next update: the joiner asks again behind it."""
+    """The others make their next update. The joiner asks again after it."""
     donor = start_donor(wait_seconds=0.0)
     donor.server.offer(HELD)
     fetched = background.submit(donor.fetch, 5)
@@ -88,7 +88,7 @@ def test_an_offer_that_is_taken_back_ends_the_wait(
 
 
 def test_what_can_be_copied_at_once_is_copied_for_who_wants_it(donor: Donor) -> None:
-    """While training computes; a copy that must stay for another joiner is not replaced, and so nothing is offered."""
+    """Training goes on. While a copy must stay for another joiner, nothing is offered."""
     sent, copies = make_snapshot(5, 3000), []
 
     def copy(step: int, part: Part) -> None:
@@ -110,7 +110,7 @@ def test_what_can_be_copied_at_once_is_copied_for_who_wants_it(donor: Donor) -> 
 
 
 def test_a_group_that_is_about_to_make_the_update_is_waited_for(donor: Donor, background: ThreadPoolExecutor) -> None:
-    """A newcomer asks when its quorum comes, and the others may still apply the update before: each may be a donor."""
+    """A newcomer asks when its quorum comes. The others may still apply the update before it."""
     donor.server.offer(Message(step=5, lineage=1005, digest=0), lambda step, part: None)
     asked = background.submit(ask_offer, donor.address, TOKEN, 6)
     with pytest.raises(TimeoutError):
@@ -128,7 +128,10 @@ def test_a_group_that_is_about_to_make_the_update_is_waited_for(donor: Donor, ba
 def test_what_cannot_be_copied_at_once_is_waited_for(
     start_donor: Callable[..., Donor], background: ThreadPoolExecutor
 ) -> None:
-    """The update is being made: the round that ends with it shows the donor that a joiner wants the state before."""
+    """An update is being made.
+
+    The round after it shows the donor that a joiner wants the state before.
+    """
     donor, asked = start_donor(), threading.Event()
     donor.server.offer(Message(step=5, lineage=1005, digest=0), lambda step, part: asked.set())
     fetched = background.submit(donor.fetch, 5)
@@ -138,7 +141,7 @@ def test_what_cannot_be_copied_at_once_is_waited_for(
 
 
 def test_a_joiner_with_several_donors_says_which_part_each_may_copy(donor: Donor) -> None:
-    """By its place among them; of one donor it needs the whole."""
+    """The part is the place of the donor among them. From one donor, the joiner needs the whole."""
     parts: list[Part] = []
 
     def copy(step: int, part: Part) -> None:
@@ -155,7 +158,7 @@ def test_a_joiner_with_several_donors_says_which_part_each_may_copy(donor: Donor
 
 
 def test_a_part_is_followed_by_the_whole_for_who_needs_more(start_donor: Callable[..., Donor]) -> None:
-    """Where memory is scarce; who fetches the part that was here goes on with the whole."""
+    """Memory is scarce. A joiner that fetches the present part goes on with the whole."""
     donor, parts = start_donor(), list[Part]()
     whole = make_snapshot(5, 3000)
 
@@ -175,7 +178,7 @@ def test_a_part_is_followed_by_the_whole_for_who_needs_more(start_donor: Callabl
 
 @pytest.mark.parametrize("part", [(2, 2), (0, 0)])
 def test_a_part_that_there_is_not_is_no_request(donor: Donor, part: tuple[int, int]) -> None:
-    """The connection is closed, as at any other line that is none."""
+    """The connection is closed, as after any other invalid line."""
     donor.publish(make_snapshot(5, 10))
     with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as connection:
         sealed = prove(connection, donor.address, TOKEN)
@@ -186,7 +189,7 @@ def test_a_part_that_there_is_not_is_no_request(donor: Donor, part: tuple[int, i
 def test_a_request_for_an_outdated_state_is_refused_at_once(
     start_donor: Callable[..., Donor], background: ThreadPoolExecutor
 ) -> None:
-    """The update was made before the copy: the joiner asks again, and waits for nothing."""
+    """The update was made before the copy. The joiner asks again without a wait."""
     donor = start_donor(wait_seconds=DEADLINE)
     donor.server.offer(HELD)
     fetched = background.submit(donor.fetch, 5)
@@ -200,7 +203,10 @@ def test_a_request_for_an_outdated_state_is_refused_at_once(
 
 
 def test_members_that_offer_the_same_state_are_found(start_donor: Callable[..., Donor]) -> None:
-    """The state that most have, of those that are not outdated; whoever cannot be reached is left out."""
+    """The state with the most holders wins, without outdated states.
+
+    Unreachable groups are left out.
+    """
     with socket.create_server(("127.0.0.1", 0)) as closed:
         gone = f"127.0.0.1:{closed.getsockname()[1]}"
     servers = [start_donor() for _ in range(5)]
@@ -215,7 +221,7 @@ def test_members_that_offer_the_same_state_are_found(start_donor: Callable[..., 
 
 
 class Searching:
-    """A search among groups whose state servers are at these addresses, with a clock of its own."""
+    """A search among groups with state servers at these addresses, and with a clock of its own."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, addresses: dict[int, str], known: bool = False, num_asked: int = 8
@@ -233,7 +239,7 @@ class Searching:
         return self.addresses[int(peer.unique)]
 
     def find(self, least_step: int = 1, after: int = -1) -> Offer:
-        """Return what one search finds."""
+        """Return the result of one search."""
         self.search.pause(0.0)
         assert not self.search.wait(DEADLINE), "it waits for a search under way, and for nothing else"
         assert self.search.poll(least_step, after) == NO_OFFER  # it has just begun
@@ -244,7 +250,7 @@ class Searching:
 def test_of_all_groups_that_live_one_with_an_offer_is_found(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that cannot be reached, that knows another token or has nothing to offer, is followed by the next."""
+    """After a group that is unreachable, has another token or offers nothing, the next one is asked."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         gone = f"127.0.0.1:{closed.getsockname()[1]}"
     stranger, busy, one, other = start_donor(token="another secret"), *(start_donor() for _ in range(3))
@@ -262,7 +268,10 @@ def test_of_all_groups_that_live_one_with_an_offer_is_found(
 def test_groups_that_offer_the_same_state_are_found_together(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as are asked at once; those behind them are asked if none of the first offers anything."""
+    """Some groups are asked at the same time.
+
+    The next ones are asked if none of them offers anything.
+    """
     servers = [start_donor() for _ in range(5)]
     for donor in servers[2:]:
         donor.server.offer(Message(step=5, lineage=7, digest=0), lambda step, part: None)
@@ -278,7 +287,7 @@ def test_groups_that_offer_the_same_state_are_found_together(
 def test_an_address_that_is_known_is_not_looked_up(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Members of a quorum have told theirs."""
+    """Members of a quorum have exchanged their addresses."""
     donor = start_donor()
     donor.server.offer(HELD)
     for known, looked_up in ((True, []), (False, [3])):
@@ -288,7 +297,7 @@ def test_an_address_that_is_known_is_not_looked_up(
 
 
 def test_a_search_in_vain_is_followed_by_another_one_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That doubles to a second: a waiting group does not keep the lighthouse and the others busy."""
+    """The pause doubles up to a second, so that a waiting group does not load the lighthouse and the others."""
     this, pauses = Searching(monkeypatch, {}), list[float]()
     assert this.find() == NO_OFFER
     for _ in range(6):
@@ -305,7 +314,7 @@ def test_a_search_in_vain_is_followed_by_another_one_after_a_pause(monkeypatch: 
 def test_a_search_for_an_outdated_state_is_followed_by_another_one_at_once(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The holders have made an update: what the former search finds does not count."""
+    """The holders have made an update. The result of the former search does not count."""
     donor = start_donor()
     donor.server.offer(HELD)
     this = Searching(monkeypatch, {3: donor.address})
@@ -318,7 +327,10 @@ def test_a_search_for_an_outdated_state_is_followed_by_another_one_at_once(
 
 
 def test_a_round_ends_the_pause_after_a_search_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two short rounds an offer lasts for one step, and each search missed it. A failure's pause goes on."""
+    """Between short rounds an offer lasts one step, and each search missed it.
+
+    The pause after a failure goes on.
+    """
     this = Searching(monkeypatch, {})
     for _ in range(3):
         this.search.hurry()
@@ -332,7 +344,7 @@ def test_a_round_ends_the_pause_after_a_search_in_vain(monkeypatch: pytest.Monke
 
 
 def test_a_pause_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attempt has failed: nobody is asked for so many seconds."""
+    """An attempt has failed. No group is asked during the pause."""
     this = Searching(monkeypatch, {})
     this.search.poll(1, -1)
     this.search.pause(4.0)

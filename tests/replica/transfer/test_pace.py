@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rate that a donor keeps to."""
+"""The limit on a donor's rate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
 @pytest.mark.parametrize("connections", [1, 5, 64])
 @pytest.mark.parametrize("max_mbps", [0.01, 1.0, 100.0, 10_000.0])
 def test_the_rate_holds_over_all_connections(max_mbps: float, connections: int) -> None:
-    """Whatever their number, connections together send at the rate, no faster and hardly slower, in equal parts."""
+    """All connections together send at the rate, in equal parts, whatever their number is."""
     clock = Clock()
     pace = Pace(max_mbps, clock)
     rate, begin = max_mbps * 1e6 / 8, clock.now
@@ -45,7 +45,7 @@ def test_the_rate_holds_over_all_connections(max_mbps: float, connections: int) 
 
 
 def test_idle_time_earns_no_credit() -> None:
-    """After a pause, however long, sending goes on at the rate and not at once."""
+    """After a pause of any length, sending goes on at the rate, without a burst."""
     clock = Clock()
     pace = Pace(8.0, clock)  # a million bytes per second
     pace.book(1000)
@@ -57,7 +57,7 @@ def test_idle_time_earns_no_credit() -> None:
 
 
 def test_without_a_rate_nothing_waits() -> None:
-    """0 is unlimited, and what is sent is not cut to slices."""
+    """0 is no limit, and the data is not cut into slices."""
     pace = Pace(0.0)
     assert [pace.book(1 << 40) for _ in range(3)] == [0.0] * 3
     assert pace.slice_bytes > 1 << 40

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which peers a rank can exchange bytes with, through real sockets."""
+"""Which peers a rank can exchange bytes with; with real sockets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def servers() -> Iterator[dict[str, StateServer]]:
 
 @pytest.fixture
 def serve(servers: dict[str, StateServer]) -> Callable[..., str]:
-    """Provide the start of state servers; it returns their address."""
+    """Provide a function that starts a state server and returns its address."""
 
     def start(token: str = TOKEN) -> str:
         server = StateServer("127.0.0.1", token, 1.0, lambda *_: None)
@@ -46,7 +46,7 @@ def serve(servers: dict[str, StateServer]) -> Callable[..., str]:
 
 
 class Path:
-    """A way to an address that passes so many bytes in each direction and then loses everything."""
+    """A way to an address that passes so many bytes in each direction, and then loses everything."""
 
     def __init__(self, target: str, passes: int = 1 << 30) -> None:
         self._target, self._passes = target, passes
@@ -85,7 +85,7 @@ class Path:
 
 @pytest.fixture
 def lay(monkeypatch: pytest.MonkeyPatch, servers: dict[str, StateServer]) -> Iterator[Callable[..., Path]]:
-    """Provide paths; what is lost counts as lost soon."""
+    """Provide paths. Lost bytes count as lost soon."""
     monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
     monkeypatch.setattr(reach, "_BACK_SECONDS", 0.2)
     paths = []
@@ -111,7 +111,7 @@ def closed_port() -> str:
 
 
 def test_peers_that_can_be_reached(serve: Callable[..., str]) -> None:
-    """Nothing is said of those, however many there are."""
+    """They are not in the result, however many there are."""
     own, addresses = serve(), [serve() for _ in range(40)]
     assert ask(own) == {}
     assert ask(own, *addresses) == {}
@@ -120,14 +120,14 @@ def test_peers_that_can_be_reached(serve: Callable[..., str]) -> None:
 
 
 def test_a_peer_that_is_not_there(serve: Callable[..., str]) -> None:
-    """It is named with the reason, the others are not."""
+    """It is named with the reason; the others are not."""
     reasons = ask(serve(), serve(), closed_port(), serve())
     assert reasons.keys() == {"u1"}
     assert "refused" in reasons["u1"]
 
 
 def test_a_path_that_loses_large_packets(serve: Callable[..., str], lay: Callable[..., Path]) -> None:
-    """Silence is found out within seconds, although small packets pass."""
+    """The silence is noticed within seconds, although small packets pass."""
     own, path = serve(), lay(serve(), passes=5_000)
     began = time.monotonic()
     assert ask(own, path.address, serve()).keys() == {"u0"}
@@ -139,7 +139,7 @@ def test_a_path_that_loses_large_packets(serve: Callable[..., str], lay: Callabl
 def test_a_path_that_loses_everything(
     serve: Callable[..., str], lay: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, connected: bool
 ) -> None:
-    """From the first packet on, or from the moment on when the connection stands."""
+    """It loses the first packet already, or everything once the connection is made."""
     own, peer = serve(), serve()
     connect = reach._connect
 
@@ -160,7 +160,10 @@ def test_a_path_that_loses_everything(
 
 
 def test_a_peer_that_is_busy_can_be_reached(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a long call keeps the GIL, no thread of the peer answers. Its kernel takes what it is sent all the same."""
+    """During a long call that keeps the GIL, no thread of the peer answers.
+
+    Its kernel acknowledges.
+    """
     monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
     probe = Probe(TOKEN, serve(), 0)
     with socket.create_server(("127.0.0.1", 0)) as listener:  # nobody accepts its connections
@@ -171,14 +174,14 @@ def test_a_peer_that_is_busy_can_be_reached(serve: Callable[..., str], monkeypat
 
 @pytest.mark.parametrize("passes", [-1, 5_000])
 def test_a_path_of_one_direction(serve: Callable[..., str], lay: Callable[..., Path], passes: int) -> None:
-    """The peer is reached, but cannot reach this rank by itself: such a link is dead, and the reason says so."""
+    """The peer is reached, but cannot reach this rank. Such a link is dead, and the reason says so."""
     back = closed_port() if passes < 0 else lay(serve(), passes=passes).address
     reasons = ask(back, serve())
     assert "not from there" in reasons["u0"]
 
 
 def test_a_peer_with_another_token_can_be_reached(serve: Callable[..., str]) -> None:
-    """Whoever refuses this rank has heard it: that is no matter of the network."""
+    """A peer that refuses this rank has heard it. So the network works."""
     own = serve()
     assert ask(own, serve(token="another")) == {}
     assert ask(own, serve(), token="another") == {}
@@ -202,14 +205,14 @@ def test_an_address_comes_from_the_groups_store(serve: Callable[..., str], lay: 
 
 
 def test_ranks_meet_at_the_peers_store(serve: Callable[..., str]) -> None:
-    """A rank other than 0 must reach the peer's store, which is on another host than the peer; rank 0's is not."""
+    """A rank other than 0 must reach the peer's store, which is on another host than the peer."""
     peer = Peer("u", closed_port(), serve())
     assert Probe(TOKEN, serve(), 0)([peer]) == {}
     assert Probe(TOKEN, serve(), 1)([peer]).keys() == {"u"}
 
 
 def test_what_takes_too_long_is_left_alone() -> None:
-    """Results and errors come through; silence is an error after the time."""
+    """Results and errors are passed on. Silence is an error after the limit."""
     assert call_within(DEADLINE, lambda: 7) == 7
     with pytest.raises(KeyError):
         call_within(DEADLINE, lambda: {}["nothing"])

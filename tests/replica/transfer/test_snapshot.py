@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state that heals: its copy, its digest, and that loading it gives the same bytes."""
+"""The state that heals: its copy, its digest, and loads that give the same bytes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_fresh_group_becomes_the_donor(tiny: Tiny, world: None, kind: dict[str
 
 
 def test_a_group_that_has_trained_becomes_the_donor(tiny: Tiny) -> None:
-    """A group with a state of its own, such as a stray, loses every byte of it."""
+    """A group that already has a state, such as a stray, loses every byte of it."""
     donor, joiner = tiny(seed=1), tiny(seed=2)
     donor.train(2)
     joiner.train(6)
@@ -95,7 +95,7 @@ def test_a_group_that_has_trained_becomes_the_donor(tiny: Tiny) -> None:
 
 
 def test_what_depends_on_the_weights_is_made_again_from_those_that_were_loaded(tiny: Tiny) -> None:
-    """`on_load` comes when all of the state is there, once for each load; float8's scales would be stale without it."""
+    """`on_load` is called once for each load, after it. float8's scales would be stale otherwise."""
     donor, joiner = tiny(seed=1), tiny(seed=2)
     donor.train(2)
     seen: list[str] = []
@@ -111,7 +111,7 @@ def test_what_depends_on_the_weights_is_made_again_from_those_that_were_loaded(t
 
 
 def test_a_state_before_the_first_update_can_be_loaded(tiny: Tiny) -> None:
-    """Without any optimizer state on the donor's side, the joiner drops its own."""
+    """The donor has no optimizer state, and the joiner drops its own."""
     donor, joiner = tiny(seed=1), tiny(seed=2)
     joiner.train(2)
     joiner.state.load(donor.state.copy(0, 0))
@@ -121,7 +121,10 @@ def test_a_state_before_the_first_update_can_be_loaded(tiny: Tiny) -> None:
 
 
 def test_a_hyperparameter_that_is_a_tensor_stays_one(tiny: Tiny) -> None:
-    """With a tensor in a param group (as capturable optimizers have), the joiner's tensor gets the donor's value."""
+    """Capturable optimizers have tensors in param groups.
+
+    The joiner's tensor gets the donor's value.
+    """
     donor, joiner = tiny(seed=1), tiny(seed=2)
     donor.train(3)
     values = [torch.tensor(0.25, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)]
@@ -135,7 +138,7 @@ def test_a_hyperparameter_that_is_a_tensor_stays_one(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_copy_is_no_alias(tiny: Tiny, world: None, kind: dict[str, Any]) -> None:
-    """Training after the copy does not change it: the donor goes on while it is served."""
+    """Later training does not change the copy: the donor trains on while the copy is served."""
     donor = tiny(seed=1, **kind)
     donor.train(2)
     digest, state = donor.state.digest(), bytes_of(donor)
@@ -150,7 +153,7 @@ def test_the_copy_is_no_alias(tiny: Tiny, world: None, kind: dict[str, Any]) -> 
 
 
 def test_what_was_loaded_is_no_alias(tiny: Tiny) -> None:
-    """Overwriting a snapshot after it was loaded changes nothing: its memory may be used again."""
+    """Overwriting a loaded snapshot changes nothing, because its memory may be used again."""
     donor, joiner = tiny(seed=1), tiny(seed=2)
     donor.train(2)
     snapshot = donor.state.copy(2, 0)
@@ -185,7 +188,7 @@ def test_buffers_that_are_not_saved_do_not_heal(tiny: Tiny) -> None:
 
 
 def test_tensors_are_aligned_for_every_dtype(tiny: Tiny) -> None:
-    """Each tensor begins at a multiple of 64 bytes, so that views of any dtype can be taken of the payload."""
+    """Each tensor starts at a multiple of 64 bytes, so that a view of any dtype is possible."""
     donor = tiny(seed=1, dtype=torch.bfloat16)
     donor.train(1)
     entries = header_of(donor.state.copy(1, 0))["tensors"]
@@ -194,7 +197,7 @@ def test_tensors_are_aligned_for_every_dtype(tiny: Tiny) -> None:
 
 
 def test_memory_of_a_returned_copy_is_used_again(tiny: Tiny) -> None:
-    """A copy taken back lends its memory to the next one; one that is not taken back is left alone."""
+    """The next copy uses the memory of a returned copy, and never that of another one."""
     donor = tiny(seed=1)
     donor.train(1)
     first = donor.state.copy(1, 0)
@@ -211,7 +214,7 @@ def test_memory_of_a_returned_copy_is_used_again(tiny: Tiny) -> None:
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
-    """Let the host have so much memory left."""
+    """Give the host so much free memory."""
     monkeypatch.setattr(host_memory, "free_bytes", lambda: num_bytes)
 
 
@@ -220,7 +223,10 @@ def leave(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
 def test_where_memory_is_scarce_donors_copy_parts(
     tiny: Tiny, world: None, kind: dict[str, Any], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Together they are the state, each byte once, with one header; about as large, but for a tensor more or less."""
+    """The parts together are the state, each byte once, with one header.
+
+    They have about equal sizes.
+    """
     donor, joiner = tiny(seed=1, **kind), tiny(seed=2, **kind)
     donor.train(2)
     whole = donor.state.copy(2, 77)
@@ -239,7 +245,7 @@ def test_where_memory_is_scarce_donors_copy_parts(
 
 
 def test_where_memory_is_not_scarce_a_donor_copies_all(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of what is left is enough for all ranks, or nobody knows what is; or it is at hand from the last time."""
+    """Half of the free memory suffices for all ranks, or is unknown, or the memory is at hand."""
     donor = tiny(seed=1)
     donor.train(1)
     size = donor.state.payload_bytes
@@ -253,7 +259,7 @@ def test_where_memory_is_not_scarce_a_donor_copies_all(tiny: Tiny, monkeypatch: 
 
 
 def test_a_shared_state_is_copied_in_parts_where_memory_is_scarce(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that is not: each of a joiner's donors copies its own."""
+    """Each of a joiner's donors copies its own part."""
     donor = tiny(seed=1, buffers=False)
     donor.train(1)
     size = donor.state.payload_bytes
@@ -273,9 +279,9 @@ def test_a_shared_state_is_copied_in_parts_where_memory_is_scarce(tiny: Tiny, mo
 
 
 def test_a_shared_state_is_copied_by_another_thread_until_the_next_update(tiny: Tiny) -> None:
-    """The same bytes, with counters and parameters as they were when it was shared.
+    """The bytes, counters and parameters are those of the time when the state was shared.
 
-    Reading counts tokens for a moment, and FSDP puts whole parameters in the place of its shards.
+    Reading counts tokens for a moment, and FSDP replaces its shards by whole parameters.
     """
     donor, joiner = tiny(seed=1, buffers=False), tiny(seed=2, buffers=False)
     donor.train(1)
@@ -302,7 +308,7 @@ def test_a_shared_state_is_copied_by_another_thread_until_the_next_update(tiny: 
 def test_an_update_waits_for_no_memory_that_another_threads_copy_takes(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To pin it takes seconds. There is no copy then, and the memory is at hand for the next one."""
+    """Pinning takes seconds. There is no copy in this case, and the next copy gets the memory."""
     donor = tiny(seed=1, buffers=False)
     donor.train(1)
     donor.state.share(1, 55)
@@ -326,7 +332,7 @@ def test_an_update_waits_for_no_memory_that_another_threads_copy_takes(
 
 
 def test_an_update_waits_for_another_threads_copy(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the copy would be of half of it."""
+    """Otherwise the copy would contain half of the update."""
     donor, joiner = tiny(seed=1, buffers=False), tiny(seed=2, buffers=False)
     donor.train(1)
     digest = donor.state.digest()
@@ -353,7 +359,7 @@ def test_an_update_waits_for_another_threads_copy(tiny: Tiny, monkeypatch: pytes
 
 
 def test_a_state_with_buffers_is_not_shared(tiny: Tiny) -> None:
-    """A forward writes them, whenever it likes."""
+    """A forward may write buffers at any time."""
     donor = tiny(seed=1)
     donor.train(1)
     assert not donor.state.share(1, 55)
@@ -379,7 +385,7 @@ def flip(tensor: torch.Tensor, byte: int, bit: int) -> None:
 
 
 def adam(training: Any, key: str) -> torch.Tensor:
-    """Return a piece of the last parameter's optimizer state."""
+    """Return a part of the last parameter's optimizer state."""
     optimizer = training.optimizers.optimizers[0]
     return optimizer.state[optimizer.param_groups[0]["params"][-1]][key]
 
@@ -403,7 +409,10 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 def test_one_bit_changes_the_digest(
     tiny: Tiny, world: None, kind: dict[str, Any], change: Callable[[Any], None]
 ) -> None:
-    """A single changed bit anywhere in the state gives another digest; changed back, the same one."""
+    """A flipped bit anywhere in the state changes the digest.
+
+    Flipped back, the digest is the former one.
+    """
     training = tiny(seed=1, **kind)
     training.train(1)
     digest = training.state.digest()
@@ -429,7 +438,7 @@ def test_the_digest_knows_positions(tiny: Tiny) -> None:
 
 
 def test_the_digest_does_not_know_the_order_of_optimizer_state(tiny: Tiny) -> None:
-    """In which order an optimizer made the pieces of its state is no difference between two groups."""
+    """Two groups may have created the parts of an optimizer state in different orders."""
     training = tiny(seed=1)
     training.train(1)
     digest = training.state.digest()
@@ -440,19 +449,19 @@ def test_the_digest_does_not_know_the_order_of_optimizer_state(tiny: Tiny) -> No
 
 
 def lane_sum(tensor: torch.Tensor) -> int:
-    """The hash of one tensor's bytes."""
+    """Return the hash of one tensor's bytes."""
     return hash_tensors([("name", tensor)])[1][0]
 
 
 def test_the_digest_is_of_bytes_not_of_values() -> None:
-    """Zero and minus zero compare equal but are different states."""
+    """Zero and minus zero compare equal, but are different states."""
     zeros = torch.zeros(3)
     assert lane_sum(zeros) != lane_sum(-zeros)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 64, 8 * _HASH_CHUNK - 1, 8 * _HASH_CHUNK + 9])
 def test_every_byte_of_any_length_counts(numel: int) -> None:
-    """Sizes that fill no lane or no chunk: the first, the last and a middle byte change the sum."""
+    """For sizes that fill no lane or no chunk, the first, last and middle byte change the sum."""
     octets = torch.arange(numel, dtype=torch.int64).mul_(31).to(torch.uint8)
     total = lane_sum(octets)
     for place in {0, numel // 2, numel - 1} if numel else set():
@@ -463,7 +472,7 @@ def test_every_byte_of_any_length_counts(numel: int) -> None:
 
 
 def test_chunks_cannot_be_swapped() -> None:
-    """Pieces of a tensor as large as what is hashed at once, in another order, give another sum."""
+    """Two chunks in another order give another sum."""
     lanes = torch.randint(2**62, (3 * _HASH_CHUNK,), generator=torch.Generator().manual_seed(0))
     first, second, third = lanes.split(_HASH_CHUNK)
     orders = [(first, second, third), (second, first, third), (first, third, second), (third, second, first)]
@@ -479,7 +488,7 @@ def test_the_lane_sum_is_what_its_docstring_says() -> None:
 
 
 def test_the_sum_of_a_tensor_does_not_depend_on_those_beside_it() -> None:
-    """Scalars are hashed together, and all use the weights that the largest one needs."""
+    """Scalars are hashed together, and all tensors share the weights of the largest one."""
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.float32]
     tensors = [torch.tensor(number + 0.5).to(dtype) for number, dtype in enumerate(dtypes)]
     tensors += [torch.arange(9.0), torch.empty(0), torch.tensor([1 + 2j], dtype=torch.complex128)]
@@ -523,7 +532,7 @@ def test_sharded_optimizer_state_gets_the_sharding_of_its_parameter(tiny: Tiny, 
 
 
 def check_refused(tiny: Tiny, snapshot: Snapshot, *fragments: str) -> None:
-    """Check that loading is refused with a message that holds all fragments."""
+    """Check that a load is refused with a message that contains all fragments."""
     with pytest.raises(StateMismatchError) as caught:
         tiny(seed=2).state.load(snapshot)
     for fragment in fragments:
@@ -539,7 +548,7 @@ def snapshot(tiny: Tiny) -> Snapshot:
 
 
 def test_a_tensor_of_another_shape_is_named(tiny: Tiny, snapshot: Snapshot) -> None:
-    """Another width of the model is refused with name and both shapes."""
+    """Another width of the model is refused, with name and both shapes."""
     header = header_of(snapshot)
     entry = next(entry for entry in header["tensors"] if entry["name"] == "model/0/embedding.weight")
     entry["shape"] = [11, 3]
@@ -547,33 +556,33 @@ def test_a_tensor_of_another_shape_is_named(tiny: Tiny, snapshot: Snapshot) -> N
 
 
 def test_a_tensor_of_another_dtype_is_named(tiny: Tiny) -> None:
-    """Another training dtype is refused with name and both dtypes."""
+    """Another training dtype is refused, with name and both dtypes."""
     check_refused(tiny, tiny(seed=1, dtype=torch.bfloat16).state.copy(0, 0), "model/0/", "bfloat16", "float32")
 
 
 def test_a_tensor_that_the_donor_lacks_is_named(tiny: Tiny, snapshot: Snapshot) -> None:
-    """A model with a parameter more than the donor's is refused by its name."""
+    """A parameter that the donor's model lacks is named."""
     header = header_of(snapshot)
     header["tensors"] = [entry for entry in header["tensors"] if entry["name"] != "model/0/inner.0.bias"]
     check_refused(tiny, with_header(snapshot, header), "model/0/inner.0.bias")
 
 
 def test_a_tensor_that_the_joiner_lacks_is_named(tiny: Tiny, snapshot: Snapshot) -> None:
-    """A donor with a parameter more is refused by its name."""
+    """A parameter that the joiner's model lacks is named."""
     header = header_of(snapshot)
     header["tensors"].append({**header["tensors"][0], "name": "model/0/extra.weight"})
     check_refused(tiny, with_header(snapshot, header), "model/0/extra.weight")
 
 
 def test_a_part_that_the_joiner_lacks_is_named(tiny: Tiny, snapshot: Snapshot) -> None:
-    """A donor with an optimizer more, as with another pipeline degree, is refused by name."""
+    """The donor has one more optimizer, as with another pipeline degree. Its state is named."""
     header = header_of(snapshot)
     header["tensors"].append({**header["tensors"][-1], "name": "optimizer/1/0/exp_avg"})
     check_refused(tiny, with_header(snapshot, header), "optimizer/1/0")
 
 
 def test_optimizer_state_that_is_no_tensor_is_our_bug() -> None:
-    """State that would silently not heal stops the copy instead."""
+    """Such state would not heal. So the copy fails."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["mood"] = "good"

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a joiner fetches a state, whatever happens to the connections and to the donor."""
+"""How a joiner fetches a state, when connections and donors fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from titan_ft.transfer.wire import VERSION, SealedStream, TransferError, check_j
 @pytest.mark.parametrize("connections", [1, 3, 16])
 @pytest.mark.parametrize("num_bytes", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK + 13])
 def test_every_byte_arrives(donor: Donor, num_bytes: int, connections: int) -> None:
-    """Sizes that are no multiple of a chunk, no bytes at all, and more connections than chunks: all bytes arrive."""
+    """Sizes are no multiple of a chunk, or zero, or there are more connections than chunks."""
     sent = donor.publish(make_snapshot(5, num_bytes))
     check_equal(donor.fetch(5, connections=connections), sent)
     assert donor.told.wait(DEADLINE)
@@ -46,7 +46,7 @@ def test_every_byte_arrives(donor: Donor, num_bytes: int, connections: int) -> N
 
 
 def test_a_header_longer_than_a_line_arrives(donor: Donor) -> None:
-    """The header of a large model has thousands of entries: it is no line of the protocol."""
+    """The header of a large model has thousands of entries, and is longer than a line may be."""
     snapshot = make_snapshot(5, 10)
     header = {**json.loads(snapshot.header), "tensors": [{"name": f"model/0/layers.{n}.weight"} for n in range(20_000)]}
     sent = donor.publish(Snapshot(5, snapshot.lineage, json.dumps(header).encode(), snapshot.payload))
@@ -54,7 +54,7 @@ def test_a_header_longer_than_a_line_arrives(donor: Donor) -> None:
 
 
 def serve_once(talk: Callable[[socket.socket], None]) -> tuple[str, Future[None]]:
-    """Listen for one connection and let `talk` answer it; returns the address and the end of the talk."""
+    """Listen for one connection, and let `talk` answer it. Return the address and the thread."""
     listener = socket.create_server(("127.0.0.1", 0))
     ended: Future[None] = Future()
 
@@ -73,7 +73,7 @@ def serve_once(talk: Callable[[socket.socket], None]) -> tuple[str, Future[None]
 
 
 def test_a_donor_without_the_token_is_refused_by_the_joiner() -> None:
-    """A server that cannot prove the token is not believed, and the token is never sent to it."""
+    """A server that cannot prove the token is refused, and never gets the token."""
     heard: list[bytes] = []
 
     def talk(connection: socket.socket) -> None:
@@ -94,7 +94,10 @@ def test_a_donor_without_the_token_is_refused_by_the_joiner() -> None:
 
 
 def test_a_donor_that_dies_in_mid_transfer_is_noticed_at_once() -> None:
-    """When the connection ends within a chunk, the joiner gets an error, not a wait for the timeout."""
+    """The connection ends within a chunk.
+
+    The joiner gets an error, and does not wait for the timeout.
+    """
 
     def talk(connection: socket.socket) -> None:
         sealed = prove(connection)
@@ -112,13 +115,13 @@ def test_a_donor_that_dies_in_mid_transfer_is_noticed_at_once() -> None:
 
 
 def prove(connection: socket.socket) -> SealedStream:
-    """Answer a joiner's handshake as a donor with the token does."""
+    """Answer a joiner as a donor with the token does."""
     host, port = connection.getsockname()
     return check_joiner(connection, f"{host}:{port}", TOKEN)
 
 
 def test_a_donor_that_closes_ends_all_connections_of_a_fetch(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later step on the donor ends a fetch that is half done with the donor's words."""
+    """The donor publishes a later step. The fetch ends with the donor's error."""
     donor.publish(make_snapshot(5, 10 * CHUNK))
     request = state_fetch._DonorConnection.request
     replaced = threading.Event()
@@ -136,7 +139,7 @@ def test_a_donor_that_closes_ends_all_connections_of_a_fetch(donor: Donor, monke
 
 
 def test_nobody_listens() -> None:
-    """An address where no donor is any more is a failed transfer that names it."""
+    """No donor is at the address any more. The error of the transfer names it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(TransferError, match=rf"127\.0\.0\.1:{port}.*ConnectionRefused"):
@@ -145,7 +148,7 @@ def test_nobody_listens() -> None:
 
 @pytest.mark.parametrize("pause", [None, 0.02], ids=["silent", "trickling"])
 def test_a_donor_that_gives_no_whole_slice_is_given_up(pause: float | None) -> None:
-    """A donor that is silent, or that sends a byte now and then within one chunk, does not outlast the timeout."""
+    """A donor that is silent, or sends a byte now and then, is given up after the timeout."""
     stop = threading.Event()
 
     def talk(connection: socket.socket) -> None:
@@ -169,7 +172,7 @@ def test_a_donor_that_gives_no_whole_slice_is_given_up(pause: float | None) -> N
 
 
 def test_a_cancelled_transfer_ends(donor: Donor) -> None:
-    """A fetch that is not wanted any more stops at the next chunk and is not counted as served."""
+    """A cancelled fetch stops at the next chunk, and is not counted as served."""
     donor.publish(make_snapshot(5, 10 * CHUNK))
     cancelled = threading.Event()
     cancelled.set()
@@ -179,7 +182,7 @@ def test_a_cancelled_transfer_ends(donor: Donor) -> None:
 
 
 def test_the_state_is_complete_without_the_last_word(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A donor that dies right after the last byte has served the state: telling it so is a courtesy."""
+    """A donor that dies right after the last byte has given the state. It only misses the farewell."""
     sent = donor.publish(make_snapshot(5, 3 * CHUNK))
     request = state_fetch._DonorConnection.request
 
@@ -194,7 +197,7 @@ def test_the_state_is_complete_without_the_last_word(donor: Donor, monkeypatch: 
 
 
 def send_corrupted(connection: socket.socket, data: memoryview) -> None:
-    """Send data with one bit flipped, after its checksum was made."""
+    """Send data with one flipped bit, after its checksum was made."""
     connection.sendall(bytes(data[:-1]) + bytes([data[-1] ^ 16]))
 
 
@@ -203,7 +206,7 @@ def send_corrupted(connection: socket.socket, data: memoryview) -> None:
 def test_what_arrives_corrupted_is_fetched_again(
     donor: Donor, watch: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture, place: object, times: int
 ) -> None:
-    """A flipped bit in the header or in a chunk is noticed, warned of, and cured by asking for that part again."""
+    """A flipped bit in the header or in a chunk is noticed and logged, and that part is fetched again."""
     asked = watch(lambda where, count, send: send_corrupted if where == place and count <= times else send)
     sent = donor.publish(make_snapshot(5, 4 * CHUNK + 1))
     check_equal(donor.fetch(5), sent)
@@ -225,11 +228,12 @@ def test_what_always_arrives_corrupted_fails_the_transfer(donor: Donor, watch: C
 
 
 class Proxy:
-    """Stands between joiners and a donor and breaks connections in the middle.
+    """Stands between joiners and a donor, and breaks connections.
 
     Args:
-        cuts: bytes from the donor after which a connection breaks, by its number in the order of arrival.
-        how: what then happens: "reset", "close", "silence", or "gone" (a close, and nobody listens any more).
+        cuts: bytes from the donor after which a connection breaks, by its number in order of arrival.
+        how: the kind of break: "reset", "close", "silence", or "gone" (a close, and no further
+            connection is accepted).
     """
 
     def __init__(self, donor: Donor, cuts: dict[int, int], how: str) -> None:
@@ -270,13 +274,13 @@ class Proxy:
                 wait_until(lambda: self._listener.fileno() == -1)
 
     def close(self) -> None:
-        """Break everything."""
+        """Break all connections."""
         self._closed.set()
 
 
 @pytest.fixture
 def start_proxy() -> Iterator[Callable[..., Proxy]]:
-    """Provide the builder of proxies; closes them."""
+    """Provide the builder of proxies, and close them."""
     proxies: list[Proxy] = []
 
     def start(*args: Any) -> Proxy:
@@ -296,7 +300,7 @@ def test_a_broken_connection_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
     how: str,
 ) -> None:
-    """A connection that breaks or falls silent within the fifth chunk costs that chunk only, and no timeout."""
+    """A connection that breaks or falls silent within a chunk costs that chunk only, and no timeout."""
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 1.5)
     asked, proxy = watch(), start_proxy(donor, {1: 5300}, how)  # 0 is the header's; within: 4 chunks and their lines
     sent = donor.publish(make_snapshot(5, 10 * CHUNK))
@@ -309,7 +313,7 @@ def test_a_broken_connection_is_made_again(
 def test_all_connections_may_break(
     donor: Donor, start_proxy: Callable[..., Proxy], watch: Callable[..., list[Any]]
 ) -> None:
-    """Each break costs at most the one chunk that was under way, also when all connections break again and again."""
+    """Each break costs one chunk at most, even if all connections break again and again."""
     cuts = dict.fromkeys(range(1, 13), 3000)
     asked, proxy = watch(), start_proxy(donor, cuts, "reset")
     sent = donor.publish(make_snapshot(5, 60 * CHUNK))
@@ -319,7 +323,7 @@ def test_all_connections_may_break(
 
 
 def test_the_donor_is_told_even_if_the_first_connection_broke(donor: Donor, start_proxy: Callable[..., Proxy]) -> None:
-    """The connection of the header lies idle during the transfer; that it broke meanwhile does not matter."""
+    """The header's connection is idle during the transfer. It may break meanwhile."""
     sent = donor.publish(make_snapshot(5, CHUNK))
     digest = hashlib.sha256(sent.header).hexdigest()
     answer = {"held": [0, CHUNK], "bytes": len(sent.header), "sha256": digest}
@@ -335,7 +339,7 @@ def test_the_donor_is_told_even_if_the_first_connection_broke(donor: Donor, star
 def test_connections_that_always_break_fail_the_transfer(
     donor: Donor, start_proxy: Callable[..., Proxy], watch: Callable[..., list[Any]]
 ) -> None:
-    """A donor that can be reached but never delivers a chunk is given up after three tries."""
+    """A donor that accepts connections and never gives a chunk is given up after three tries."""
     asked, proxy = watch(), start_proxy(donor, dict.fromkeys(range(1, 100), 600), "close")
     donor.publish(make_snapshot(5, 10 * CHUNK))
     with pytest.raises(TransferError, match="closed the connection"):
@@ -344,7 +348,7 @@ def test_connections_that_always_break_fail_the_transfer(
 
 
 def test_a_donor_that_is_gone_is_given_up_at_once(donor: Donor, start_proxy: Callable[..., Proxy]) -> None:
-    """When nobody listens any more after a break, another donor can be asked without any wait."""
+    """After a break nobody listens any more. Another donor can be asked without a wait."""
     proxy = start_proxy(donor, {1: 5300}, "gone")
     donor.publish(make_snapshot(5, 10 * CHUNK))
     started = time.monotonic()
@@ -361,7 +365,7 @@ def test_what_has_come_of_a_state_is_let_go_of_at_once(
     background: ThreadPoolExecutor,
     how: str,
 ) -> None:
-    """Not when garbage is collected next: the next attempt is to have the memory."""
+    """The memory must not wait for a garbage collection: the next attempt needs it."""
     taken: list[weakref.ref[Any]] = []
     cancelled, some = threading.Event(), threading.Event()
 
@@ -395,7 +399,10 @@ def test_what_has_come_of_a_state_is_let_go_of_at_once(
 
 
 def test_a_stopped_donor_is_given_up_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A donor whose kernel still takes connections but which says nothing costs a stall, not the whole timeout."""
+    """The donor's kernel still accepts connections.
+
+    The silence costs a stall, not the whole timeout.
+    """
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 0.2)
     started = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -406,7 +413,7 @@ def test_a_stopped_donor_is_given_up_before_the_timeout(monkeypatch: pytest.Monk
 
 
 def test_cancelling_ends_a_chunk_under_way(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
-    """A transfer that is not wanted any more ends within a chunk, also while the donor waits for its snapshot."""
+    """A cancelled transfer ends within a chunk, even while the donor waits for its snapshot."""
     donor, cancelled = start_donor(max_mbps=0.001, wait_seconds=60.0), threading.Event()
     fetched = background.submit(fetch, [donor.address], TOKEN, 5, "4", 2, 600.0, cancelled)
     wait_until(lambda: bool(donor.server._changed._waiters))  # type: ignore[attr-defined]
@@ -423,7 +430,7 @@ def test_cancelling_ends_a_chunk_under_way(start_donor: Callable[..., Donor], ba
 
 
 def test_a_slow_connection_does_not_hold_up_the_others(donor: Donor, watch: Callable[..., list[Any]]) -> None:
-    """All chunks but the one that is stuck are fetched by the other connection."""
+    """The other connection fetches all chunks but the one that is stuck."""
     others = set(range(CHUNK, 10 * CHUNK, CHUNK))
 
     def hold_first(place: object, _: int, send: object) -> object:
@@ -438,7 +445,7 @@ def test_a_slow_connection_does_not_hold_up_the_others(donor: Donor, watch: Call
 
 
 def test_one_failure_ends_the_other_connections(donor: Donor, watch: Callable[..., list[Any]]) -> None:
-    """A transfer that cannot succeed any more does not wait for answers that other connections wait for."""
+    """A transfer that can no longer succeed does not wait for its other connections."""
     release, stuck = threading.Event(), threading.Event()
 
     def interfere(place: object, _: int, send: object) -> object:
@@ -471,7 +478,7 @@ def start_donors(start_donor: Callable[..., Donor], number: int, **options: Any)
 def test_a_transfer_may_last_as_long_as_bytes_arrive(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The timeout counts anew with each slice, whichever donor gives it; then each donor learns that all is there."""
+    """Each slice of any donor restarts the timeout. At the end each donor gets the farewell."""
     clock, finish = [0.0], state_fetch._Slices.finish
 
     def finish_late(*args: Any) -> None:
@@ -497,7 +504,7 @@ def fetch_from(donors: list[Donor], **more: Any) -> Snapshot:
 
 @pytest.mark.parametrize("number", [2, 4, 8])
 def test_several_donors_give_a_part(start_donor: Callable[..., Donor], number: int) -> None:
-    """The bytes come from all that are quick enough, each once; who has given some is told how many."""
+    """Each byte comes once, from any donor that is quick enough. Donors learn how much they gave."""
     donors = start_donors(start_donor, number, max_mbps=1.0)
     snapshot = make_snapshot(5, 60 * CHUNK + 1)
     for donor in donors:
@@ -511,7 +518,7 @@ def test_several_donors_give_a_part(start_donor: Callable[..., Donor], number: i
 def test_a_joiner_without_memory_has_no_state(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no connection can be given room for a slice nothing was fetched, and nothing is taken for the state."""
+    """If no connection can allocate memory for a slice, nothing counts as fetched."""
     donors = start_donors(start_donor, 2)
     for donor in donors:
         donor.publish(make_snapshot(5, 3 * CHUNK))
@@ -529,7 +536,7 @@ def test_a_joiner_without_memory_has_no_state(
 def test_a_donor_that_dies_costs_its_slices(
     start_donor: Callable[..., Donor], start_proxy: Callable[..., Proxy]
 ) -> None:
-    """The others give what it owes, and what it had given is not fetched again."""
+    """The others give the slices that it owes. Its earlier slices are not fetched again."""
     donors = start_donors(start_donor, 3, max_mbps=1.0)
     snapshot, lost = make_snapshot(5, 200 * CHUNK), []
     for donor in donors:
@@ -550,7 +557,7 @@ def test_a_donor_that_dies_costs_its_slices(
 def test_a_donor_that_falls_silent_holds_nothing_up(
     start_donor: Callable[..., Donor], watch: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are asked for the slices that it owes, long before its connection counts as broken."""
+    """The others are asked for its slices long before its connection counts as broken."""
     monkeypatch.setattr(state_fetch, "_LATE_SECONDS", 0.1)
     release, held = threading.Event(), set[int]()
 
@@ -579,7 +586,7 @@ def test_a_donor_that_falls_silent_holds_nothing_up(
 def test_what_comes_too_late_is_not_kept(
     start_donor: Callable[..., Donor], watch: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slice that two donors give is counted once, and the later one does not write into the state."""
+    """A slice that two donors give counts once. The later one does not write into the state."""
     monkeypatch.setattr(state_fetch, "_LATE_SECONDS", 0.05)
     release = threading.Event()
 
@@ -600,7 +607,7 @@ def test_what_comes_too_late_is_not_kept(
 
 
 def test_donors_whose_headers_differ_are_not_mixed(start_donor: Callable[..., Donor]) -> None:
-    """A state is of one header: who shows another one gives nothing."""
+    """A state has one header. A donor with another header gives nothing."""
     donors, lost = start_donors(start_donor, 2), []
     snapshot = make_snapshot(5, 10 * CHUNK)
     other = json.loads(snapshot.header) | {"scalars": {"lr": 2.0}}
@@ -614,7 +621,7 @@ def test_donors_whose_headers_differ_are_not_mixed(start_donor: Callable[..., Do
 
 
 def test_a_donor_that_has_yet_to_copy_is_not_waited_for(start_donor: Callable[..., Donor]) -> None:
-    """One that serves another joiner, and has no such state, holds nothing up."""
+    """A donor that serves another joiner, and lacks this state, delays nothing."""
     donors = start_donors(start_donor, 2, wait_seconds=60.0)
     snapshot = donors[1].publish(make_snapshot(5, 10 * CHUNK))
     started = time.monotonic()
@@ -625,7 +632,7 @@ def test_a_donor_that_has_yet_to_copy_is_not_waited_for(start_donor: Callable[..
 
 
 def test_no_donor_is_lost_when_the_transfer_is_not_wanted(start_donor: Callable[..., Donor]) -> None:
-    """They would have given all that they owe."""
+    """After a cancel no donor is reported as lost."""
     donors, lost, cancelled = start_donors(start_donor, 3), [], threading.Event()
     for donor in donors:
         donor.publish(make_snapshot(5, 10 * CHUNK))
@@ -636,7 +643,10 @@ def test_no_donor_is_lost_when_the_transfer_is_not_wanted(start_donor: Callable[
 
 
 def test_without_any_donor_left_the_error_names_all(start_donor: Callable[..., Donor]) -> None:
-    """Each reason is told; with a token of another run it is that error, which no other attempt would mend."""
+    """The error has each reason.
+
+    After a refusal, that error is raised: no other attempt would help.
+    """
     donors, lost = start_donors(start_donor, 2), []
     for donor in donors:
         donor.publish(make_snapshot(6, CHUNK))
@@ -651,7 +661,7 @@ def test_without_any_donor_left_the_error_names_all(start_donor: Callable[..., D
 
 
 def publish_parts(donors: list[Donor], sent: Snapshot, *held: tuple[int, int]) -> None:
-    """Let each donor hold the bytes from where its part begins to where it ends."""
+    """Let each donor hold the bytes of its range."""
     for donor, (first, end) in zip(donors, held, strict=True):
         donor.publish(dataclasses.replace(sent, payload=sent.payload[first:end].clone(), first_byte=first))
 
@@ -669,7 +679,7 @@ def publish_parts(donors: list[Donor], sent: Snapshot, *held: tuple[int, int]) -
 def test_parts_that_donors_hold_become_one_state(
     start_donor: Callable[..., Donor], held: list[tuple[int, int]]
 ) -> None:
-    """Wherever they are cut; nobody is asked for what it has not, nor twice."""
+    """The cuts make no difference. No donor is asked for bytes that it lacks, or twice."""
     donors, sent, lost = start_donors(start_donor, len(held)), make_snapshot(5, 9 * CHUNK + 1), []
     publish_parts(donors, sent, *held)
     shares: list[float] = []
@@ -684,7 +694,10 @@ def test_parts_that_donors_hold_become_one_state(
 def test_a_donor_that_alone_held_its_part_costs_the_attempt(
     start_donor: Callable[..., Donor], start_proxy: Callable[..., Proxy]
 ) -> None:
-    """At once; the others, which can give all that they have, are not called lost."""
+    """The attempt fails at once.
+
+    The others, which can give all their bytes, are not reported as lost.
+    """
     donors, sent, lost = start_donors(start_donor, 3, max_mbps=0.01), make_snapshot(5, 30 * CHUNK), []
     publish_parts(donors, sent, (0, 10 * CHUNK), (10 * CHUNK, 20 * CHUNK), (20 * CHUNK, 30 * CHUNK))
     proxy = start_proxy(donors[1], {1: 300}, "gone")
@@ -698,7 +711,7 @@ def test_a_donor_that_alone_held_its_part_costs_the_attempt(
 
 
 def test_what_a_dead_donor_owes_is_cut_to_what_the_others_hold() -> None:
-    """Also a slice that was under way when they said what that is; the order stays."""
+    """This includes a slice that was under way when they reported their bytes. The order stays."""
     slices, limits = state_fetch._Slices(3), state_fetch._TransferLimits(DEADLINE, threading.Event())
     slices.lay_out(3 * CHUNK)
     slices.note_held(0, range(3 * CHUNK))
@@ -712,7 +725,7 @@ def test_what_a_dead_donor_owes_is_cut_to_what_the_others_hold() -> None:
 
 
 def test_who_has_yet_to_say_what_it_holds_is_waited_for(start_donor: Callable[..., Donor]) -> None:
-    """It may be what the others lack; and those go on with what they owe."""
+    """It may hold the missing bytes. Meanwhile the others go on with their slices."""
     donors, sent = start_donors(start_donor, 2, max_mbps=0.1), make_snapshot(5, 10 * CHUNK)
     publish_parts(donors[:1], sent, (0, 5 * CHUNK))
     timer = threading.Timer(0.5, publish_parts, (donors[1:], sent, (5 * CHUNK, 10 * CHUNK)))
@@ -724,7 +737,7 @@ def test_who_has_yet_to_say_what_it_holds_is_waited_for(start_donor: Callable[..
 def test_a_donor_that_says_nonsense_of_what_it_holds_gives_nothing(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than there is, or less than nothing: nobody waits for that."""
+    """It claims more bytes than there are, or a negative range. Nobody waits for them."""
     donors, sent = start_donors(start_donor, 2), make_snapshot(5, 10 * CHUNK)
     publish_parts(donors, sent, (0, 5 * CHUNK), (5 * CHUNK, 10 * CHUNK))
     monkeypatch.setattr(Snapshot, "byte_range", property(lambda each: range(each.first_byte + 5, each.first_byte)))

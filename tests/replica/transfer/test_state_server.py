@@ -29,7 +29,7 @@ from titan_ft.transfer.wire import VERSION, Handshake, SealedStream, TransferErr
 
 
 def test_a_wrong_token_is_refused_by_the_donor(donor: Donor) -> None:
-    """A joiner with another token gets no byte, and a message that names the variable to set."""
+    """A joiner with another token gets no byte, and an error that names the variable to set."""
     donor.publish(make_snapshot(5, 10))
     with pytest.raises(RefusedError, match="TITAN_FT_TOKEN"):
         donor.fetch(5, token="another secret")
@@ -38,7 +38,7 @@ def test_a_wrong_token_is_refused_by_the_donor(donor: Donor) -> None:
 
 @pytest.mark.parametrize("proof", ["", "not ascii: \xe9\u4e2d", 7, None, ["a"]])
 def test_an_unproven_connection_learns_nothing(donor: Donor, proof: object, capfd: pytest.CaptureFixture[str]) -> None:
-    """Whatever stands in for the proof, the donor answers with a refusal, closes, and prints no traceback."""
+    """Whatever the proof is, the donor refuses, closes the connection, and prints no traceback."""
     donor.publish(make_snapshot(5, 10))
     with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as stranger:
         stream = stranger.makefile("rwb")
@@ -54,7 +54,10 @@ def test_an_unproven_connection_learns_nothing(donor: Donor, proof: object, capf
 
 
 class _Stream:
-    """Stands in for an event of a GPU that copies until a test lets it end, two seconds later by its own clock."""
+    """Stands in for an event of a GPU.
+
+    A test ends its copy, two seconds later by the GPU's own clock.
+    """
 
     def __init__(self) -> None:
         self.waited, self.done = threading.Event(), threading.Event()
@@ -71,7 +74,7 @@ class _Stream:
 def test_nothing_is_served_before_its_copy_is_complete(
     start_donor: Callable[..., Donor], background: ThreadPoolExecutor
 ) -> None:
-    """The server's threads wait for the GPU, who publishes does not; the event tells the time of the copy itself."""
+    """The server's threads wait for the GPU, `publish` does not. The event has the copy's duration."""
     sent, event = make_snapshot(5, CHUNK), _Stream()
     complete, told = sent.payload.clone(), []
     sent.payload.zero_()
@@ -88,7 +91,7 @@ def test_nothing_is_served_before_its_copy_is_complete(
 
 
 def read_rest(stream: Any) -> bytes:
-    """Read until the other end closes, which may be abrupt when it left something unread."""
+    """Read until the other end closes, which may reset the connection."""
     try:
         return stream.read()
     except ConnectionResetError:
@@ -96,7 +99,7 @@ def read_rest(stream: Any) -> bytes:
 
 
 def test_a_recorded_proof_is_worth_nothing(donor: Donor) -> None:
-    """The proof depends on the donor's fresh nonce: repeating what another joiner said is refused."""
+    """The proof depends on the donor's fresh nonce. A repeated one is refused."""
     said: list[bytes] = []
     for attempt in range(2):
         with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as connection:
@@ -113,7 +116,7 @@ def test_a_recorded_proof_is_worth_nothing(donor: Donor) -> None:
 
 
 def test_a_step_that_the_donor_never_has_is_an_error(start_donor: Callable[..., Donor]) -> None:
-    """After waiting in vain, the error names the step asked for and what the donor has."""
+    """After the wait, the error names the requested step and the present one."""
     donor = start_donor(wait_seconds=0.05)
     with pytest.raises(TransferError, match=r"no state of step 5 .it has none"):
         donor.fetch(5)
@@ -123,7 +126,7 @@ def test_a_step_that_the_donor_never_has_is_an_error(start_donor: Callable[..., 
 
 
 def test_a_step_that_is_over_is_an_error_at_once(donor: Donor) -> None:
-    """A donor with a later step will never have the earlier one again: no waiting."""
+    """A donor with a later step never has the earlier one again. So there is no wait."""
     donor.publish(make_snapshot(6, 10))
     started = time.monotonic()
     with pytest.raises(TransferError, match=r"no state of step 5 .it has step 6"):
@@ -141,7 +144,7 @@ def test_a_step_that_comes_while_the_joiner_waits_is_served(donor: Donor, backgr
 
 
 def test_a_withdrawn_snapshot_is_served_to_nobody(start_donor: Callable[..., Donor]) -> None:
-    """What was withdrawn cannot be fetched any more; its memory is the caller's."""
+    """The caller may use its memory again."""
     donor = start_donor(wait_seconds=0.05)
     sent = donor.publish(make_snapshot(5, 10))
     assert donor.server.withdraw() is sent
@@ -151,7 +154,7 @@ def test_a_withdrawn_snapshot_is_served_to_nobody(start_donor: Callable[..., Don
 
 
 def test_memory_under_a_reader_is_not_given_back(donor: Donor) -> None:
-    """Withdrawn in the middle of an answer, the snapshot stays as it is until the reader has all of it."""
+    """Withdrawn in the middle of an answer, a snapshot stays until the reader has all of it."""
     sent = make_snapshot(5, 32 << 20)  # more than the sockets hold, so that the answer waits for the reader
     donor.publish(sent)
     expected = sent.payload.clone()
@@ -176,7 +179,7 @@ def test_memory_under_a_reader_is_not_given_back(donor: Donor) -> None:
 def test_garbage_from_a_stranger_does_not_hurt_the_donor(
     donor: Donor, garbage: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever a stranger sends, the connection is closed, nothing is printed, and the next joiner is served."""
+    """The connection is closed, nothing is printed, and the next joiner is served."""
     sent = donor.publish(make_snapshot(5, CHUNK))
     with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as stranger:
         stream = stranger.makefile("rb")
@@ -190,7 +193,7 @@ def test_garbage_from_a_stranger_does_not_hurt_the_donor(
 
 
 def test_requests_of_a_proven_joiner_may_be_wrong_too(donor: Donor, capfd: pytest.CaptureFixture[str]) -> None:
-    """A bad request from a joiner of another version ends its connection, not the server."""
+    """A bad request ends its connection, and not the server."""
     sent = donor.publish(make_snapshot(5, CHUNK))
     for request in ({"step": "five"}, {"offset": 0}, {"step": 5, "offset": 0}, {"step": [5]}):
         with donor.connect() as connection:
@@ -201,14 +204,14 @@ def test_requests_of_a_proven_joiner_may_be_wrong_too(donor: Donor, capfd: pytes
 
 
 def test_a_range_beyond_the_state_is_no_other_memory(donor: Donor) -> None:
-    """What lies behind the snapshot in memory is never sent."""
+    """Memory beyond the snapshot is never sent."""
     donor.publish(make_snapshot(5, CHUNK))
     with donor.connect() as connection, pytest.raises(TransferError, match="has bytes 0 to 1000 of the state only"):
         connection.request({"step": 5, "offset": CHUNK - 10, "bytes": 50}, memoryview(bytearray(50)))
 
 
 def test_nor_is_a_range_before_the_part_that_is_here(donor: Donor) -> None:
-    """A donor whose memory is scarce has no more; its payload does not begin where the state does."""
+    """A donor with scarce memory has a part only, which does not start where the state does."""
     whole = make_snapshot(5, 4 * CHUNK)
     donor.publish(dataclasses.replace(whole, payload=whole.payload[CHUNK : 3 * CHUNK].clone(), first_byte=CHUNK))
     with donor.connect() as connection:
@@ -222,7 +225,7 @@ def test_nor_is_a_range_before_the_part_that_is_here(donor: Donor) -> None:
 
 
 def test_a_slow_joiner_does_not_hold_up_another(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one joiner reads nothing of a large answer, another gets the whole state."""
+    """While one joiner reads nothing, another one gets the whole state."""
     sent = donor.publish(make_snapshot(5, 32 << 20))
     with donor.connect() as slow:
         slow._sealed.write({"step": 5, "offset": 0, "bytes": sent.payload.numel()})
@@ -232,7 +235,7 @@ def test_a_slow_joiner_does_not_hold_up_another(donor: Donor, monkeypatch: pytes
 
 
 def test_idle_strangers_do_not_hold_up_a_joiner(donor: Donor) -> None:
-    """Connections that say nothing take no thread that a joiner would need."""
+    """Silent connections take no thread that a joiner would need."""
     sent = donor.publish(make_snapshot(5, CHUNK))
     strangers = [socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) for _ in range(50)]
     try:
@@ -257,7 +260,7 @@ def test_a_stranger_who_says_nothing_is_dropped(
 def test_a_stranger_who_says_little_is_dropped(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A blank now and then is within the timeout of each read, and holds a thread and a descriptor for good."""
+    """A byte now and then passes the timeout of each read, and would hold a thread and a descriptor for good."""
     monkeypatch.setattr(state_server, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(state_server, "_POLL_SECONDS", 0.1)
     donor = start_donor()
@@ -271,7 +274,7 @@ def test_a_stranger_who_says_little_is_dropped(
 
 
 def test_the_oldest_of_many_strangers_is_dropped(donor: Donor) -> None:
-    """They are bounded, and a joiner that comes after them is served."""
+    """Their number is limited, and a later joiner is served."""
     sent = donor.publish(make_snapshot(5, CHUNK))
     with contextlib.ExitStack() as strangers:
         streams = []
@@ -285,7 +288,7 @@ def test_the_oldest_of_many_strangers_is_dropped(donor: Donor) -> None:
 
 
 def test_a_throttled_donor_keeps_to_the_rate(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
-    """Two joiners with three connections each share what the donor may send, and both get every byte."""
+    """Two joiners with three connections each share the rate, and both get every byte."""
     donor = start_donor(max_mbps=4.0)  # half a million bytes per second
     sent = donor.publish(make_snapshot(5, 100 * CHUNK))
     started = time.monotonic()
@@ -299,7 +302,7 @@ def test_a_throttled_donor_keeps_to_the_rate(start_donor: Callable[..., Donor], 
 def test_a_throttled_donor_is_not_taken_for_dead(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A chunk may take longer than the silence that makes a connection count as broken: a trickle is no silence."""
+    """A chunk may take longer than the silence that breaks a connection. Slow bytes are no silence."""
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 3.0)
     donor = start_donor(max_mbps=0.008)  # 1000 bytes per second
     monkeypatch.setattr(state_fetch, "_CHUNK", 4000)
@@ -309,7 +312,7 @@ def test_a_throttled_donor_is_not_taken_for_dead(
 
 
 def test_a_throttled_answer_ends_with_its_joiner(start_donor: Callable[..., Donor]) -> None:
-    """A donor that sends slowly notices soon that nobody listens any more, and its memory is free again."""
+    """A slow donor soon notices that its joiner is gone, and its memory is free again."""
     donor = start_donor(max_mbps=0.01)
     sent = donor.publish(make_snapshot(5, 1 << 20))  # a quarter of an hour
     with donor.connect() as connection:
@@ -320,7 +323,7 @@ def test_a_throttled_answer_ends_with_its_joiner(start_donor: Callable[..., Dono
 
 
 def test_closing_ends_a_throttled_answer(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
-    """A closed server does not go on sending, and its joiner hears of it at once."""
+    """A closed server stops sending, and its joiner notices at once."""
     donor = start_donor(max_mbps=0.001)
     donor.publish(make_snapshot(5, 10))
     donor.fetch(5)
@@ -336,7 +339,7 @@ def test_closing_ends_a_throttled_answer(start_donor: Callable[..., Donor], back
 def test_a_joiner_that_takes_nothing_is_dropped(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A joiner that hangs, or whose host is gone, does not keep the snapshot's memory for good."""
+    """A hanging joiner does not keep the snapshot's memory for good."""
     monkeypatch.setattr(state_server, "_JOINER_SECONDS", 0.2)
     donor = start_donor()
     sent = donor.publish(make_snapshot(5, 32 << 20))
@@ -349,7 +352,7 @@ def test_a_joiner_that_takes_nothing_is_dropped(
 def test_a_donor_that_has_yet_to_copy_says_so(
     start_donor: Callable[..., Donor], background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Again and again, until the snapshot is there."""
+    """It says so again and again until the snapshot is there."""
     monkeypatch.setattr(state_server, "_WAITING_SECONDS", 0.02)
     said: list[int] = []
 
@@ -375,7 +378,7 @@ def test_a_donor_that_has_yet_to_copy_is_not_silent(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A joiner that waits for the snapshot hears of the donor, and does not take it for dead."""
+    """A waiting joiner gets lines from the donor, and does not take it for dead."""
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 3.0)
     monkeypatch.setattr(state_server, "_WAITING_SECONDS", 0.05)
     said: list[float] = []
@@ -396,7 +399,10 @@ def test_a_donor_that_has_yet_to_copy_is_not_silent(
 
 
 def test_states_of_two_lineages_are_never_mixed(donor: Donor, watch: Callable[..., list[Any]]) -> None:
-    """A donor whose state of the same step became another one meanwhile does not serve the rest of the first."""
+    """A donor's state of the same step is replaced.
+
+    The donor does not serve the rest of the first one.
+    """
     first = donor.publish(make_snapshot(5, 10 * CHUNK))
 
     def replace(place: object, _: int, pace: object) -> object:
@@ -410,7 +416,7 @@ def test_states_of_two_lineages_are_never_mixed(donor: Donor, watch: Callable[..
 
 
 def test_a_closed_server_listens_no_more(donor: Donor) -> None:
-    """After close nobody can connect, and the snapshot is let go."""
+    """After close nobody can connect, and the snapshot is freed."""
     donor.publish(make_snapshot(5, 10))
     donor.server.close()
     assert donor.server.withdraw() is None
@@ -433,13 +439,13 @@ def test_ipv6(background: ThreadPoolExecutor) -> None:
 
 
 def test_it_listens_on_the_given_address_only(donor: Donor) -> None:
-    """Bound to one loopback address, the server cannot be reached at another one of the same host."""
+    """Bound to one loopback address, the server cannot be reached at another one."""
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", donor.server.port), DEADLINE).close()
 
 
 def test_nothing_is_unpickled() -> None:
-    """The transfer has no means to make objects of what it is sent: JSON and bytes only."""
+    """The transfer cannot create objects from received bytes: it reads JSON and raw bytes only."""
     tree = ast.parse("\n".join(inspect.getsource(module) for module in (pace, state_fetch, state_server, wire)))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

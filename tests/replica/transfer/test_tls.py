@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A transfer with TLS: nobody on the wire reads it, also with a certificate of his own."""
+"""A transfer with TLS: nobody on the network can read it, even with a certificate of his own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def secure(donor: Donor, certificate: Certificate) -> Donor:
 
 
 def test_a_state_an_offer_and_probes_pass(secure: Donor) -> None:
-    """All that a state server is asked for, over several connections and many slices."""
+    """All requests work over TLS, with several connections and many slices."""
     sent = secure.publish(make_snapshot(5, 10 * CHUNK + 7))
     check_equal(secure.fetch(5, connections=3), sent)
     secure.server.offer(Message(step=5, lineage=1005, digest=7))
@@ -73,7 +73,7 @@ def accept_one(listener: socket.socket, talk: Callable[[socket.socket], None]) -
 
 
 def test_another_certificate_does_not_pass(secure: Donor, background: ThreadPoolExecutor) -> None:
-    """A relay that ends TLS on both sides shows the joiner its own certificate: the proofs cover that one."""
+    """A relay that ends TLS on both sides shows its own certificate, and the proofs cover the fingerprint."""
     publish_secret(secure)
     own = Certificate.make()
     heard = bytearray()
@@ -96,7 +96,7 @@ def test_another_certificate_does_not_pass(secure: Donor, background: ThreadPool
 
 
 def test_tls_cannot_be_talked_away(secure: Donor) -> None:
-    """A relay that takes "tls" out of the greeting has a joiner that goes on without; its donor does not."""
+    """A relay removes "tls" from the greeting. The joiner goes on without TLS; the donor does not."""
     publish_secret(secure)
     heard = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -118,7 +118,7 @@ def test_tls_cannot_be_talked_away(secure: Donor) -> None:
 
 
 def test_a_donor_that_stops_in_the_handshake_of_tls_costs_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has greeted, and then its process is stopped."""
+    """The donor is stopped after its greeting."""
     monkeypatch.setattr("titan_ft.transfer.state_fetch._STALL_SECONDS", 0.2)
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -137,7 +137,7 @@ def test_a_donor_that_stops_in_the_handshake_of_tls_costs_a_stall(monkeypatch: p
 
 
 def test_a_stranger_leaves_no_connection_behind(secure: Donor, certificate: Certificate) -> None:
-    """Neither one that speaks no TLS, nor one that does and proves nothing."""
+    """This holds with and without TLS."""
     sent = secure.publish(make_snapshot(5, CHUNK))
     with socket.create_connection(("127.0.0.1", secure.server.port), DEADLINE) as stranger:
         stranger.sendall(b"   GET / HTTP/1.1\r\n\r\n")
@@ -170,7 +170,7 @@ def _swallow(connection: socket.socket, certificate: Certificate) -> None:
 
 
 def test_a_host_without_openssl_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asked for TLS is told, and no state is sent without."""
+    """If TLS is configured, the error is reported, and no state is sent without TLS."""
     monkeypatch.setattr(tls, "_COMMAND", ("no-such-openssl",))
     with pytest.raises(OSError, match="no-such-openssl"):
         Certificate.make()
@@ -180,7 +180,7 @@ def test_a_host_without_openssl_is_one_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_certificate_is_new_each_time(certificate: Certificate) -> None:
-    """So that the one of an earlier attempt is worth nothing."""
+    """So the certificate of an earlier attempt is worth nothing."""
     assert Certificate.make().fingerprint != certificate.fingerprint
     assert len(certificate.fingerprint) == 64
 

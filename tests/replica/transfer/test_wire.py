@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What somebody between joiner and donor, who does not know the token, can read and change: real sockets."""
+"""What a relay between joiner and donor, without the token, can read and change; with real sockets."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SECRET, FORGED = b"\xabthe weights\xcd", b"\xabevil bytes!\xcd"
 
 
 class Relay:
-    """Passes on what joiner and donor say, and changes what comes from the donor.
+    """Passes on the messages of joiner and donor, and changes the donor's.
 
     Args:
-        change: returns what the joiner gets in place of some bytes of the donor's.
+        change: returns the bytes that the joiner gets in place of some bytes of the donor.
     """
 
     def __init__(self, donor: Donor, change: Callable[[bytes], bytes] = lambda data: data) -> None:
@@ -68,7 +68,7 @@ class Relay:
 
 @pytest.fixture
 def start_relay() -> Iterator[Callable[..., Relay]]:
-    """Provide the builder of relays; closes them."""
+    """Provide the builder of relays, and close them."""
     relays: list[Relay] = []
 
     def start(*args: Any) -> Relay:
@@ -87,7 +87,10 @@ def publish_secret(donor: Donor) -> None:
 
 
 def test_a_relay_at_another_address_reads_nothing(donor: Donor, start_relay: Callable[..., Relay]) -> None:
-    """A writer of the store sends joiners to a relay. The proofs that it passes on cover the address."""
+    """A writer of the store sends joiners to a relay.
+
+    The proofs that it passes on cover the address.
+    """
     publish_secret(donor)
     relay = start_relay(donor)
     with pytest.raises(RefusedError):
@@ -99,7 +102,7 @@ def test_a_relay_at_another_address_reads_nothing(donor: Donor, start_relay: Cal
 
 
 def forge(data: bytes) -> bytes:
-    """Change the weights, and their digest in the line before, as far as that needs no token."""
+    """Change the weights, and their digest in the line before, as far as that is possible without the token."""
     forged = data.replace(SECRET, FORGED)
     line, newline, payload = forged.partition(b"\n")
     if payload:
@@ -108,7 +111,7 @@ def forge(data: bytes) -> bytes:
 
 
 def test_a_relay_on_the_wire_changes_nothing(donor: Donor, start_relay: Callable[..., Relay]) -> None:
-    """At the donor's own address it passes the handshake on, and reads. What it changes is not taken."""
+    """At the donor's own address it passes the handshake on, and reads. Its changes are noticed."""
     publish_secret(donor)
     assert len(SECRET) == len(FORGED)
     relay = start_relay(donor, forge)
@@ -119,7 +122,7 @@ def test_a_relay_on_the_wire_changes_nothing(donor: Donor, start_relay: Callable
 
 
 def connect_ends() -> tuple[SealedStream, SealedStream, bytearray]:
-    """Return a joiner and a donor over buffers, and what the joiner has sent."""
+    """Return a joiner and a donor over buffers, and the bytes that the joiner has sent."""
     handshake = Handshake(TOKEN, "a", "b", "10.0.0.1:1")
     sent = bytearray()
     connection = socket.socket()
@@ -149,7 +152,7 @@ def connect_ends() -> tuple[SealedStream, SealedStream, bytearray]:
 
 
 def test_lines_arrive_in_their_order() -> None:
-    """Each end takes what the other one has said, in turn."""
+    """Each end reads the other end's lines in turn."""
     joiner, donor, _ = connect_ends()
     joiner.write({"step": 5})
     assert donor.read() == {"step": 5}
@@ -161,7 +164,7 @@ def test_lines_arrive_in_their_order() -> None:
 
 @pytest.mark.parametrize("what", ["changed", "left out", "repeated", "reflected", "without a seal", "cut"])
 def test_a_line_that_was_tampered_with_is_not_taken(what: str) -> None:
-    """Sequence, direction and words are all under the seal."""
+    """The seal covers sequence, direction and text."""
     joiner, donor, wire = connect_ends()
     joiner.write({"step": 5})
     first = bytes(wire)
@@ -185,7 +188,7 @@ def test_a_line_that_was_tampered_with_is_not_taken(what: str) -> None:
 
 
 def test_an_answer_to_another_request_is_not_taken() -> None:
-    """A donor's answer holds for the request that it has read, and for no other one."""
+    """A donor's answer is valid for the request that it has read, and for no other one."""
     joiner, donor, wire = connect_ends()
     joiner.write({"step": 5, "offset": 0})
     donor.read()
@@ -199,7 +202,7 @@ def test_an_answer_to_another_request_is_not_taken() -> None:
 
 
 def test_an_older_donor_is_refused_in_one_line() -> None:
-    """A donor of before this version greets without one."""
+    """A donor of an earlier version has no version in its greeting."""
     donor, joiner = socket.socketpair()
     with donor, joiner:
         donor.sendall(b'{"nonce": "00"}\n')
@@ -209,7 +212,7 @@ def test_an_older_donor_is_refused_in_one_line() -> None:
 
 
 def test_an_older_joiner_is_refused_in_one_line(donor: Donor) -> None:
-    """It shows the text of a refusal, as it did before."""
+    """It prints the text of a refusal, as before."""
     with (
         socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as joiner,
         joiner.makefile("rwb") as stream,
@@ -223,7 +226,7 @@ def test_an_older_joiner_is_refused_in_one_line(donor: Donor) -> None:
 
 
 def test_nonces_cannot_be_shifted_into_each_other() -> None:
-    """A proof of one pair of nonces is none of another pair that looks the same one after the other."""
+    """Two pairs of nonces with the same concatenation have different proofs."""
     one, other = Handshake(TOKEN, "a:b", "c", "h:1"), Handshake(TOKEN, "a", "b:c", "h:1")
     assert one.proof("joiner") != other.proof("joiner")
     assert one.proof("joiner") != one.proof("donor")
@@ -240,7 +243,7 @@ def test_a_joiner_gets_what_the_relay_leaves_alone(donor: Donor, start_relay: Ca
 
 
 def fuzz(valid: bytes, random: Random) -> bytes:
-    """Return a first line as somebody without the token may send it: noise, or a true one with changes."""
+    """Return a first line of a stranger: noise, or a true line with changes."""
     if random.random() < 0.3:
         return random.randbytes(random.randrange(300))
     line = bytearray(valid)
@@ -258,7 +261,7 @@ def fuzz(valid: bytes, random: Random) -> bytes:
 
 
 def refuse(donor: socket.socket, address: str) -> None:
-    """Let a donor take a connection; no reference to its end is left, so that it is closed."""
+    """Let a donor take a connection. Keep no reference to its end, so that it is closed."""
     try:
         check_joiner(donor, address, TOKEN)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # what its server expects
@@ -269,7 +272,7 @@ def refuse(donor: socket.socket, address: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_thousands_of_first_lines_prove_nothing(seed: int) -> None:
-    """A donor answers each with nothing but its greeting and a refusal, and raises only what its server expects."""
+    """A donor answers each with its greeting and a refusal, and raises only the expected errors."""
     random, address = Random(seed), "127.0.0.1:1"
     for _ in range(2500):
         donor, joiner = socket.socketpair()
@@ -288,7 +291,7 @@ def test_thousands_of_first_lines_prove_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_thousands_of_changed_lines_are_none(seed: int) -> None:
-    """After the handshake, of one who saw all that was said: whatever is not the next line is refused."""
+    """After the handshake of a recorded conversation, every line but the next one is refused."""
     random = Random(seed)
     joiner, donor, wire = connect_ends()
     for number in range(2500):
