@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -137,6 +139,25 @@ def test_the_exchange_overlaps_with_the_backward(
     config.exchange_dtype = "bfloat16"
     build(model)
     assert built["dtype"] is torch.bfloat16
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_the_state_is_encrypted_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, is_asked: bool) -> None:
+    """What the setting says is what a joiner meets at the port."""
+    monkeypatch.setattr(links, "_group_shape", lambda *_: "")
+    for name in ("_join", "_build_exchange"):
+        monkeypatch.setattr(links.Links, name, lambda *_: None)
+    config = FaultTolerance(enable=True, transfer_tls=is_asked, advertise_address="127.0.0.1")
+    no: Any = None
+    launch: Any = SimpleNamespace(token="a shared secret", rank=1)
+    what: dict[str, Any] = {"exchanged": [], "fragments": [], "gradient_scale": 1.0, "num_microbatches": 0}
+    server = links.Links(config, launch, no, [], no, no, no, no, **what).server
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), DEADLINE) as joiner:
+            assert (b'"tls":true' in joiner.recv(4096)) == is_asked
+    finally:
+        server.close()
 
 
 def test_ranks_of_a_later_attempt_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
