@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from titan_ft.system.seal import UnsealedError, add_seal, remove_seal, seal
+from titan_ft.system.seal import UnsealedError, add_seal, authenticate, remove_seal, seal
 from titan_ft.system.text import printable
 
 TOKEN = "0123456789abcdef"
@@ -40,6 +40,15 @@ def test_a_text_without_its_seal_is_refused(token: str, key: str, sealed: str) -
 def test_purpose_and_text_do_not_run_into_each_other() -> None:
     """A seal for one place is not valid at another."""
     assert len({seal(TOKEN, "a", "b:c"), seal(TOKEN, "a:b", "c"), seal(TOKEN, "", "a:b:c")}) == 3
+
+
+def test_one_kind_of_message_is_not_taken_for_another() -> None:
+    """A stranger may have a process authenticate what he likes, in a field of one protocol, and show it in another."""
+    key = TOKEN.encode()
+    said = [(), (b"a",), (b"a", b""), (b"", b"a"), (b"a1:b",), (b"a", b"b"), (b"1:a",), (b"ab",)]
+    found = {authenticate(key, purpose, *parts) for purpose in ("seal", "agents") for parts in said}
+    assert len(found) == 2 * len(said)
+    assert len({authenticate(key, "a1:b"), authenticate(key, "a", b"b")}) == 2
 
 
 def test_nothing_of_a_shown_text_moves_the_terminal() -> None:

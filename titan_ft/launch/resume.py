@@ -26,6 +26,7 @@ import tyro
 from titan_ft.config import TABLE, ConfigError, closest
 from titan_ft.options import Launch
 from titan_ft.run.events import ChangedField
+from titan_ft.system.text import printable
 from titan_ft.usage import refusing
 
 HEADER = "# titan-ft launch "
@@ -247,7 +248,7 @@ def header_lines(words: Sequence[str], folder: Path) -> list[str]:
         words: what follows "titan-ft launch".
         folder: where the command was given.
     """
-    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shlex.join(words))
+    shown = printable(shlex.join(words))
     record = json.dumps({"folder": str(folder), "words": list(words)})
     return [f"{HEADER}{shown}\n", f"{_RECORD}{record}\n"]
 

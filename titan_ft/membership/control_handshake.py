@@ -31,6 +31,9 @@ import secrets
 import struct
 from dataclasses import dataclass
 
+from titan_ft.system.seal import authenticate
+from titan_ft.system.text import printable
+
 _NONCE_BYTES, _RANK_BYTES = 32, 4
 _HOST_BYTES, _PROCESS_BYTES, _ADDRESS_BYTES = 64, 76, 48
 _PROOF_BYTES = hashlib.sha256().digest_size
@@ -44,7 +47,7 @@ SEAL_BYTES = 16
 long."""
 
 _PARENT, _CHILD = b"parent", b"child"
-_PURPOSE = b"titan_ft control tree 2"
+_PURPOSE = "control tree 3"
 _STRANGER = "the other end does not know this run's token, or has another version of titan_ft"
 
 
@@ -95,12 +98,10 @@ class Secret:
 
         Args:
             parent: rank of the parent.
-            said: all messages so far, without this proof. Each kind has a fixed length, so no two
-                conversations have the same bytes.
+            said: all messages so far, without this proof.
         """
         key = hashlib.sha256(self.key.encode()).digest()
-        text = b":".join([_PURPOSE, role, key, _pack_rank(parent), *said])
-        return hmac.new(self.token.encode(), text, hashlib.sha256).digest()
+        return authenticate(self.token.encode(), _PURPOSE, role, key, _pack_rank(parent), *said)
 
     def seal_frames(self, sender: bytes, parent: int, *said: bytes) -> FrameSeal:
         """Return the seal of the frames that one end sends; see `prove`."""
@@ -217,5 +218,4 @@ def _pack_rank(rank: int) -> bytes:
 
 def _read_text(packed: bytes) -> str:
     """Return a text that is safe to print: a terminal obeys control characters in it."""
-    text = packed.rstrip(b"\0").decode(errors="replace")
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return printable(packed.rstrip(b"\0").decode(errors="replace"))

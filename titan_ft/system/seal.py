@@ -10,12 +10,23 @@ the place. See docs/security.md.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 
 SEAL_LETTERS = 32
 """Length of a seal: 128 bits in hex. It is short because each name has a seal, and the lighthouse
 sends all names to all groups."""
+
+
+def authenticate(key: bytes, purpose: str, *parts: bytes) -> bytes:
+    """Return the HMAC-SHA256 of some parts. All proofs and seals of the project begin here.
+
+    Args:
+        key: the run's token, or a key that was made with it.
+        purpose: keeps the HMAC of one kind of message from being shown as that of another kind.
+        parts: each is covered with its length. So no two lists of parts have the same bytes.
+    """
+    covered = b"".join(b"%d:%s" % (len(part), part) for part in (purpose.encode(), *parts))
+    return hmac.digest(key, covered, "sha256")
 
 
 def seal(token: str, purpose: str, text: str) -> str:
@@ -25,9 +36,9 @@ def seal(token: str, purpose: str, text: str) -> str:
         token: the run's shared secret.
         purpose: names the place of the text. A seal for one place is not valid at another.
     """
-    # With the length, no two pairs of purpose and text have the same bytes.
-    covered = f"{len(purpose)}:{purpose}:{text}".encode(errors="surrogatepass")
-    return hmac.new(token.encode(), covered, hashlib.sha256).hexdigest()[:SEAL_LETTERS]
+    # A stranger's text may contain surrogates, which are no Unicode.
+    parts = [each.encode(errors="surrogatepass") for each in (purpose, text)]
+    return authenticate(token.encode(), "seal", *parts).hex()[:SEAL_LETTERS]
 
 
 def add_seal(token: str, key: str, text: str) -> str:

@@ -61,10 +61,11 @@ import torch
 from msgspec import Meta
 
 from titan_ft.protocol.errors import RefusedError
+from titan_ft.system.seal import authenticate
 from titan_ft.transfer import tls
 
 TOKEN_REMEDY = "all groups of a run must have the same TITAN_FT_TOKEN in their environment"
-VERSION = 2
+VERSION = 3
 """Version of this protocol. Ends with different versions refuse each other."""
 _VERSION_REMEDY = "all groups of a run must have the same titan_ft"
 
@@ -128,16 +129,15 @@ class Handshake:
 
     def derive(self, purpose: str) -> bytes:
         """Return a value that only a process with the token can compute, for one purpose."""
-        covered = [
-            "titan_ft transfer",
-            VERSION,
+        covered = (
             purpose,
             self.donor_nonce,
             self.joiner_nonce,
             self.address,
             self.fingerprint,
-        ]
-        return hmac.digest(self.token.encode(), msgspec.json.encode(covered), "sha256")
+        )
+        parts = [each.encode() for each in covered]
+        return authenticate(self.token.encode(), f"transfer {VERSION}", *parts)
 
     def proof(self, role: str) -> str:
         """Return the proof of one end.
@@ -197,8 +197,8 @@ class SealedStream:
         return msgspec.json.decode(text, type=Message)
 
     def _seal(self, sender: bytes, line: bytes) -> bytes:
-        covered = b"%s:%s:%s" % (sender, self._last_seal, line)
-        self._last_seal = hmac.digest(self._key, covered, "sha256").hex().encode()
+        found = authenticate(self._key, "line", sender, self._last_seal, line)
+        self._last_seal = found.hex().encode()
         return self._last_seal
 
 

@@ -421,7 +421,7 @@ def test_both_ends_prove_the_token() -> None:
 
 def test_what_a_rank_says_about_itself() -> None:
     """A text is cut if that does no harm, and contains no control characters."""
-    assert Identity.unpack(Identity("\x1b[2J" + "x" * 100, "1" * 100).pack()) == Identity("?[2J" + "x" * 60, "")
+    assert Identity.unpack(Identity("\x1b[2J" + "x" * 100, "1" * 100).pack()) == Identity("\\x1b[2J" + "x" * 60, "")
 
 
 @pytest.mark.parametrize("other", [Secret("another", "group/0"), Secret("token", "group/1")])

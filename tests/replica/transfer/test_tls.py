@@ -125,7 +125,7 @@ def test_a_donor_that_stops_in_the_handshake_of_tls_costs_a_stall(monkeypatch: p
         address = f"127.0.0.1:{listener.getsockname()[1]}"
 
         def talk(joiner: socket.socket) -> None:
-            joiner.sendall(b'{"nonce":"00","version":2,"tls":true}\n')
+            joiner.sendall(b'{"nonce":"00","version":3,"tls":true}\n')
             over.wait(DEADLINE)
 
         accept_one(listener, talk)
@@ -149,7 +149,7 @@ def test_a_stranger_leaves_no_connection_behind(secure: Donor, certificate: Cert
         ended.start()
         far.recv(4096)
         with tls.connect(far)[0] as secured:
-            secured.sendall(b'{"nonce":"00","proof":"11","version":2}\n')
+            secured.sendall(b'{"nonce":"00","proof":"11","version":3}\n')
             assert b"refused" in secured.recv(4096)
             assert secured.recv(4096) == b""
         ended.join(DEADLINE)
@@ -205,7 +205,7 @@ def test_a_peer_that_becomes_busy_can_be_reached(secure: Donor, monkeypatch: pyt
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def talk(connection: socket.socket) -> None:
-            connection.sendall(b'{"nonce":"00","version":2,"tls":true}\n')
+            connection.sendall(b'{"nonce":"00","version":3,"tls":true}\n')
             over.wait(DEADLINE)
 
         accept_one(listener, talk)
@@ -228,7 +228,7 @@ def test_a_connection_that_is_cut_is_made_again(
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.sendall(b'{"nonce":"00","version":2,"tls":true}\n')
+                connection.sendall(b'{"nonce":"00","version":3,"tls":true}\n')
                 _skip_blanks(connection)
                 if after_tls:
                     with certificate.accept(connection) as secured:

@@ -15,7 +15,6 @@ server for one that is gone.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import socket
@@ -24,6 +23,7 @@ from typing import TypeAlias
 import msgspec
 
 from titan_ft.launch.group.worker_exit import WorkerExit
+from titan_ft.system.seal import authenticate
 
 GONE_SECONDS = 10
 """A host that answers nothing for so long is gone."""
@@ -216,8 +216,8 @@ class Line:
     def _mac(self, role: bytes, number: int, text: bytes) -> bytes:
         own, other = self._nonce, self._other_nonce
         leader_nonce, follower_nonce = (own, other) if self._own_role == _LEADER else (other, own)
-        covered = b":".join((self._slot, role, leader_nonce, follower_nonce, b"%d" % number, text))
-        return hmac.new(self._token, covered, hashlib.sha256).hexdigest().encode()
+        said = (self._slot, role, leader_nonce, follower_nonce, b"%d" % number, text)
+        return authenticate(self._token, "agents", *said).hex().encode()
 
 
 def _notice_a_vanished_host(connection: socket.socket) -> None:
