@@ -142,7 +142,7 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pyte
     if waits:
         assert not world.problems
     else:
-        assert "every group that held the state" in world.problems[0].text
+        assert "every group with the state" in world.problems[0].text
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -620,7 +620,9 @@ def test_what_a_group_waited_for_is_what_it_waited_for(monkeypatch: pytest.Monke
     if broken == "reason":
         report = rounds.RoundReport
         monkeypatch.setattr(
-            rounds, "RoundReport", lambda *values: dataclasses.replace(report(*values), joining=Why.COMPUTING)
+            rounds,
+            "RoundReport",
+            lambda *values, **more: dataclasses.replace(report(*values, **more), joining_reason=Why.COMPUTING),
         )
     elif broken == "time":
         monkeypatch.setattr(waits, "_charge", lambda start, arrivals: iter(()))
