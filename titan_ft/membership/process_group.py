@@ -135,9 +135,11 @@ class _Operation:
 
 
 class Reconfigurable:
-    """One of torch's process groups, made anew for each quorum.
+    """Holds one of torch's process groups, and builds another one for each quorum.
 
-    Subclasses say how it is made, and how the operations under way end.
+    Subclasses implement `_create_pg` and `abort`. The quorum thread calls `configure`, the
+    exchange's thread starts operations, and any thread may call `abort`. Without a process group,
+    each operation raises a RuntimeError.
 
     Args:
         timeout: limit of a set-up.
@@ -145,24 +147,24 @@ class Reconfigurable:
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._pg: Any = None  # None = there is none yet, or it was aborted
-        self._name = ""  # of the group in torch's log and in NCCL's flight records; empty = torch's own
+        self._pg: Any = None  # None = not built yet, or aborted
+        self._name = ""  # in torch's log and NCCL's flight records; empty = torch chooses
         self._global_ranks: list[int] = []
 
     @property
     def parent(self) -> Any:
-        """Return torch's process group.
+        """The process group of torch.
 
         Raises:
-            RuntimeError: there is none. After an abort the exchange is repeated, so this is no
-                AssertionError, which would end the worker.
+            RuntimeError: it is not built yet, or was aborted. After an abort the exchange is
+                repeated. So this is no AssertionError, which would end the worker.
         """
         if self._pg is None:
             raise RuntimeError("aborted: another rank of this group lost a peer")
         return self._pg
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of the set-ups from now on."""
+        """Set the limit of later set-ups."""
         self._timeout = timeout
 
     def configure(
@@ -176,10 +178,11 @@ class Reconfigurable:
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Make the process group of a quorum. The arguments are those of torchft's process groups.
+        """Build the process group of a quorum. torchft's process groups have the same arguments.
 
         Args:
-            store_addr: host:port/prefix of the store at which the members meet; the prefix is new.
+            store_addr: host:port/prefix of the store at which the members meet. No other quorum has
+                this prefix.
         """
         self.abort(errored=False)
         self._describe(quorum_id, group_rank, group_world_size, global_ranks)
@@ -194,7 +197,7 @@ class Reconfigurable:
         raise NotImplementedError
 
     def errored(self) -> Exception | None:
-        """Return why results are not valid; None = the operations themselves raise their errors."""
+        """Return why results are invalid; None = each operation raises its own error."""
         return None
 
     def allreduce(self, *arguments: Any) -> Any:
@@ -264,8 +267,8 @@ class BreakableGloo(Reconfigurable):
         backend: Any
         if self._host:
             # By itself Gloo listens at the address that this host's own name resolves to. That is a
-            # loopback address if /etc/hosts says so, as Debian's does, or if the name is unknown. No
-            # group on another host reaches it.
+            # loopback address if /etc/hosts says so, as Debian's does, or if the name is unknown.
+            # No group on another host reaches it.
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stub
             options._timeout = self._timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
@@ -496,8 +499,8 @@ class AbortableNccl(Reconfigurable):
     def deadline(self, timeout: timedelta) -> Iterator[None]:
         """Abort the communicator if the block takes longer than `timeout`.
 
-        Operations of other threads end as well. The watch's thread checks the time. A timer for each
-        operation, with an event on the GPU, would be 160 of them a step at 8B.
+        Operations of other threads end as well. The watch's thread checks the time. With a timer
+        and an event on the GPU for each operation, there would be 160 of them in a step at 8B.
         """
         self._deadline_seconds = timeout.total_seconds()
         self._deadline_at = time.monotonic() + self._deadline_seconds

@@ -122,8 +122,8 @@ class Probe:
             try:
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
             except (ConnectionError, ssl.SSLError):
-                # Once more: an abort of the exchange may have closed this connection as well. Within
-                # TLS that is an SSLError.
+                # Once more: an abort of the exchange may have closed this connection as well.
+                # Within TLS that is an SSLError.
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
         except (OSError, ValueError, KeyError, RuntimeError, RefusedError, BusyError) as error:
             return error  # errors of the network and the store; other errors are bugs
