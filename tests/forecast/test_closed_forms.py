@@ -51,6 +51,17 @@ CASES: dict[str, dict[str, Any]] = {
         "clock": "training",
         "groups": {"stall": 60.0, "away": 600.0},
     },
+    "a job that restarts, evenly, while it trains": {
+        **RESTART,
+        "clock": "training",
+        "failure": [{"name": "any", "mtbf": "50 min", "spacing": "even"}],
+    },
+    "maintenance that overlaps": {
+        "days": 30.0,
+        "cluster": {**CLUSTER, "spare_nodes": 2048},
+        "failure": [RARE],
+        "maintenance": [{"every": "10 h", "nodes": 1024, "lasts": "39 h"}],
+    },
     "groups drain": {"failure": [{**MEMORYLESS, "effect": "drain"}]},
     "two groups, which are lost together": {
         "job": {"step": 20.0, "groups": 2},
@@ -89,4 +100,10 @@ def test_what_they_do_not_hold_for_is_said() -> None:
     few = made(cluster={**CLUSTER, "spare_nodes": 0}, failure=[breaks])
     assert list(find_doubts(few)) == ["too few spares"]
     assert list(find_doubts(made(cluster={**CLUSTER, "spare_nodes": 24}, failure=[breaks]))) == []
+    service = {"every": "11 h", "nodes": 12288, "lasts": "10 min"}
+    hall = {"name": "hall", "domain": "hall", "mtbf": "11 h", "spacing": "even"}
+    halls = {**CLUSTER, "domain": [{"name": "hall", "nodes": 12288}]}
+    for all_at_once in (made(failure=[RARE], maintenance=[service]), made(cluster=halls, failure=[hall])):
+        assert list(find_doubts(all_at_once)) == ["no checkpoints"]
+        assert estimate(all_at_once) < 0.1
     assert list(find_doubts(made(groups={"stall": 400.0, "away": 600.0}))) == ["pressure 0.42"]

@@ -125,3 +125,10 @@ def test_a_rate_is_of_the_nodes() -> None:
 
     read = scenario(failure=[failure])
     assert mtbf_of(read.failures[0], read) == pytest.approx(1000 * DAY / 6.5 / 12288)
+
+
+def test_a_chaos_plan_ends_no_job_of_one_group() -> None:
+    """It leaves one group untouched: a job that restarts would be forecast without a failure."""
+    chaos = [{"name": "a", "chaos": "blog_15s"}]
+    with pytest.raises(ConfigError, match=r"^restart must be left out with a chaos plan, "):
+        scenario(failure=chaos, restart={"recover": 600}, checkpoint={"save": 1})

@@ -50,7 +50,7 @@ class Rates:
     groups_lost: float = 0.0
     """Groups that deaths stop: more than deaths where a domain has several groups."""
     job: float = 0.0
-    """Failures that stop all groups at once."""
+    """Failures that stop all groups at once, and without checkpoints also leaves of all groups."""
     rolled_back: float = 0.0
     """Seconds a second that a job without other groups has computed with wrong numbers."""
     slowed: float = 0.0
@@ -122,7 +122,7 @@ class Candidate:
         """Return the share of the time that failures take if none of their costs overlap."""
         costs, rates = self.costs, self.rates
         late = rates.deaths * costs.stall.mean + rates.aways * costs.rejoin.mean
-        return late + rates.aways * costs.away.mean / self.groups
+        return late + (rates.aways / self.groups + rates.job) * costs.away.mean
 
     @property
     def name(self) -> str:
@@ -211,11 +211,12 @@ def _costs(given: Groups, gpus: int, measured: Measured | None) -> Costs:
 
 def _rates(scenario: Scenario, groups: int, group_nodes: int) -> Rates:
     deaths = leaves = corrupt = groups_lost = job = rolled_back = slowed = broken = 0.0
+    saves = scenario.checkpoint is not None
     each_rate = [item for kind in scenario.failures for item in rates_of(kind, scenario).items()]
     for kind, rate in each_rate:
         nodes = scenario.nodes_of(kind)
         hit = groups if kind.scope == "job" else min(groups, max(1.0, nodes / group_nodes))
-        if kind.effect == "stop" and kind.scope == "job":
+        if hit == groups and (kind.effect == "stop" or not saves):
             job += rate
         elif kind.effect == "stop":
             deaths += rate
@@ -230,8 +231,11 @@ def _rates(scenario: Scenario, groups: int, group_nodes: int) -> Rates:
         repair = _mean_repair(kind, scenario, group_nodes * scenario.cluster.gpus_per_node)
         broken += rate * kind.breaks * repair * nodes
     for stop in scenario.maintenance:
-        nodes = min(stop.nodes, scenario.cluster.nodes)
-        leaves += min(groups, max(1.0, nodes / group_nodes)) / stop.every
+        hit = min(groups, max(1.0, stop.nodes / group_nodes))
+        if hit == groups and not saves:
+            job += 1 / stop.every
+        else:
+            leaves += hit / stop.every
     broken = min(broken, float(scenario.cluster.nodes))
     return Rates(deaths, leaves, corrupt, groups_lost, job, rolled_back, slowed, broken)
 
@@ -248,12 +252,18 @@ def _mean_repair(kind: Kind, scenario: Scenario, gpus: int) -> float:
 
 
 def lost_state_rate(candidate: Candidate) -> float:
-    """Return how often no group is left: one failure hits all, or the last while the others are away."""
+    """Return how often no group is left: one failure hits all, or the last group while others are away.
+
+    A last group that leaves in order saves first, if there are checkpoints.
+    """
     rates, others = candidate.rates, candidate.groups - 1
-    away = -math.expm1(-rates.aways / candidate.groups * candidate.costs.away.mean)
+    of_one = rates.groups_lost + rates.corrupt
+    if candidate.scenario.checkpoint is None:
+        of_one = rates.aways
     if others == 0:
-        return rates.job + rates.groups_lost + rates.corrupt
-    return rates.job + (rates.groups_lost + rates.corrupt) * (1 - away) * away**others
+        return rates.job + of_one
+    away = -math.expm1(-rates.aways / candidate.groups * candidate.costs.away.mean)
+    return rates.job + of_one * (1 - away) * away**others
 
 
 def with_saves(candidate: Candidate) -> Candidate:

@@ -27,18 +27,28 @@ def estimate(candidate: Candidate) -> float:
 
 def find_doubts(candidate: Candidate) -> Iterator[str]:
     """Yield reasons why the closed forms may be off by more than 1 %."""
+    rates, scenario = candidate.rates, candidate.scenario
     if candidate.pressure > ENVELOPE:
         yield f"pressure {candidate.pressure:.2f}"
-    if candidate.spares is not None and candidate.spares < standbys(candidate.rates.broken_nodes):
+    if candidate.spares is not None and candidate.spares < standbys(rates.broken_nodes):
         yield "too few spares"
     if candidate.least > 1:
         yield "min_replica_size"
-    if candidate.strategy == "groups" and candidate.rates.deaths * candidate.step > 0.05:
+    if scenario.plans:
+        yield "the limits of a chaos plan"
+    if not candidate.save_every and lost_state_rate(candidate) * scenario.days * DAY > 0.02:
+        yield "no checkpoints"
+    breaks = rates.deaths + rates.job
+    if candidate.groups == 1:
+        breaks += rates.leaves
+    if candidate.strategy != "rounds" and breaks * candidate.step > 0.05:
         yield "steps as long as the time between failures"
-    if candidate.rates.slowed > 0.02 or candidate.rates.rolled_back > 0.02:
+    if rates.slowed > 0.02 or rates.rolled_back > 0.02:
         yield "stragglers or wrong numbers"
-    for kind in candidate.scenario.failures:
-        if kind.scope == "job" and kind.spacing != "memoryless":
+    interval = candidate.save_every * candidate.step
+    for kind in scenario.failures:
+        loses_all = candidate.groups == 1 or kind.scope == "job"
+        if loses_all and kind.spacing != "memoryless" and lost_state_rate(candidate) * interval > 0.05:
             yield f"{kind.name} is not memoryless"
 
 
@@ -85,11 +95,12 @@ def _restarts(candidate: Candidate, is_even: bool) -> float:
     is_training_clock = candidate.scenario.clock == "training"
     if rate == 0:
         share = interval / (interval + save)
+    elif is_even:
+        gap = 1 / rate + recover if is_training_clock else 1 / rate
+        whole = math.floor(max(0.0, gap - recover) / (interval + save))
+        share = min(1.0, whole * interval / gap)
     elif is_training_clock:
         share = daly(1 / rate, interval, save, 0.0) / (1 + rate * recover)
-    elif is_even:
-        whole = math.floor(max(0.0, 1 / rate - recover) / (interval + save))
-        share = min(1.0, whole * interval * rate)
     else:
         share = daly(1 / rate, interval, save, recover)
     # A job that leaves in order saves first: it loses its time away alone.
@@ -161,7 +172,10 @@ def _with_maintenance(candidate: Candidate) -> float:
     """Return the part of the groups that maintenance leaves; enough spares stand in for its nodes."""
     share = 1.0
     for stop in candidate.scenario.maintenance:
-        if candidate.spares is not None and candidate.spares < stop.nodes:
-            hit = min(candidate.groups, max(1.0, stop.nodes / candidate.group_nodes))
-            share *= max(0.0, 1 - hit * stop.lasts / stop.every / candidate.groups)
+        at_once = stop.nodes * math.ceil(stop.lasts / stop.every)
+        if candidate.spares is None or candidate.spares >= at_once:
+            continue
+        hit = min(candidate.groups, max(1.0, stop.nodes / candidate.group_nodes))
+        lacking = 1 - candidate.spares / at_once
+        share *= max(0.0, 1 - lacking * hit * stop.lasts / stop.every / candidate.groups)
     return share

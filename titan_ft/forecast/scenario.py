@@ -503,6 +503,9 @@ def _check(scenario: Scenario) -> None:
     if scenario.rounds is not None and scenario.groups is None:
         remedy = "write [groups]: stall and away are the same"
         raise ConfigError(f"groups must be set with rounds, got nothing; {remedy}")
+    if scenario.restart is not None and scenario.plans:
+        rule = "must be left out with a chaos plan, which leaves one group untouched"
+        raise ConfigError(f"restart {rule}, got both; give a rate, or remove it")
     if scenario.restart is not None and scenario.checkpoint is None:
         remedy = "write [checkpoint] with save"
         raise ConfigError(f"checkpoint must be set with restart, got nothing; {remedy}")
