@@ -23,7 +23,7 @@ from titan_ft.forecast.page import draw_charts
 from titan_ft.forecast.published import read_cases
 from titan_ft.forecast.scenario import load_scenarios
 from titan_ft.history.report.interactive import figure
-from titan_ft.history.report.layers import Line
+from titan_ft.history.report.layers import Curve
 from titan_ft.run.log import encode
 
 SCENARIO = """
@@ -116,7 +116,7 @@ def test_the_charts_are_plotlys(scenario: Path) -> None:
     for chart in charts.values():
         drawn = figure(chart)
         Figure(data=drawn["data"], layout=drawn["layout"])
-    (knee,) = [layer for layer in charts["spares"].layers if isinstance(layer, Line)]
+    (knee,) = [layer for layer in charts["spares"].layers if isinstance(layer, Curve)]
     assert knee.y[0] is not None
     assert knee.y[-1] is not None
     assert knee.y[0] < knee.y[-1] - 30

@@ -17,7 +17,7 @@ from titan_ft.history.outcomes.outcome import find_outcome
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.compare import compare_charts, compare_figures, name_runs, write_comparison
 from titan_ft.history.report.interactive import figure
-from titan_ft.history.report.layers import Bars, Line
+from titan_ft.history.report.layers import Bars, Curve
 from titan_ft.run.events import Event
 from titan_ft.run.log import encode
 
@@ -55,7 +55,7 @@ def test_curves_of_both_runs_are_drawn() -> None:
         for event in record.commits:
             event.loss = 5.0 - event.step / 10
     charts = compare_charts(runs, ["a", "b"])
-    lines = [layer for layer in charts["loss"].layers if isinstance(layer, Line)]
+    lines = [layer for layer in charts["loss"].layers if isinstance(layer, Curve)]
     assert [(line.name, list(line.x)) for line in lines] == [("a", [*range(1, 21)]), ("b", [*range(1, 11)])]
     assert lines[0].colour != lines[1].colour
     bars = [layer for layer in charts["step-times"].layers if isinstance(layer, Bars)]

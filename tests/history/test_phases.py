@@ -9,12 +9,12 @@ from typing import Any
 
 from tests.history.histories import calm_run, commit, killed_run, say
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.report.phases import Phase, add_up, find_phases
+from titan_ft.history.report.phases import StateSpan, add_up, find_phases
 from titan_ft.history.report.style import DETAILS, STATES
 from titan_ft.run.events import Waited
 
 
-def phases(events: list[Any], group: int) -> list[Phase]:
+def phases(events: list[Any], group: int) -> list[StateSpan]:
     """Return a group's phases; every microsecond of the run is in one of them."""
     record = RunRecord(events)
     found = list(find_phases(record)[group])
@@ -25,7 +25,7 @@ def phases(events: list[Any], group: int) -> list[Phase]:
     return found
 
 
-def spans(found: list[Phase]) -> list[tuple[str, float]]:
+def spans(found: list[StateSpan]) -> list[tuple[str, float]]:
     """Return the states in their order, and how many seconds each lasted."""
     joined: list[tuple[str, float]] = []
     for each in found:

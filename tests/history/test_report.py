@@ -37,9 +37,9 @@ from titan_ft.history.report.facts import (
 )
 from titan_ft.history.report.failed import excerpt, find_failed
 from titan_ft.history.report.interactive import figure
-from titan_ft.history.report.layers import Band, Bars, Boxes, Chart, Line, Marks, Rules
+from titan_ft.history.report.layers import Band, Bars, Boxes, Chart, Curve, Marks, Rules
 from titan_ft.history.report.page import write_report
-from titan_ft.history.report.phases import Phase, find_phases
+from titan_ft.history.report.phases import StateSpan, find_phases
 from titan_ft.history.report.style import DETAILS, GLYPHS, OTHER, STATES, mark_of
 from titan_ft.history.report.thinning import MAX_BOXES, thin_rows
 from titan_ft.history.summary import summarize, summary_table
@@ -364,7 +364,7 @@ def test_charts_tell_the_records_numbers(short_campaign: list[Event]) -> None:
     """What is drawn is what the record has: losses, faults, each group's time, the counts of steps."""
     record = RunRecord(short_campaign)
     drawn = draw_charts(record)
-    curve = layer_of(drawn["loss"], Line)
+    curve = layer_of(drawn["loss"], Curve)
     assert list(curve.x) == [point.step for point in record.curve]
     assert list(curve.y) == pytest.approx([point.loss for point in record.curve])
     faults = [each for each in find_recoveries(record) if each.step is not None]
@@ -684,7 +684,7 @@ def test_long_curve_keeps_what_stands_out() -> None:
     values[41_003] = (41_004, 99.0)
     values[70_020:70_480] = [(step, None) for step, _ in values[70_020:70_480]]
     layers, note = charts.curve(values, "loss")
-    line = next(layer for layer in layers if isinstance(layer, Line))
+    line = next(layer for layer in layers if isinstance(layer, Curve))
     band = next(layer for layer in layers if isinstance(layer, Band))
     lost = next(layer for layer in layers if isinstance(layer, Marks))
     assert len(line.x) <= charts.MAX_POINTS
@@ -695,7 +695,7 @@ def test_long_curve_keeps_what_stands_out() -> None:
     assert len(lost.x) == sum("none" in text for text in line.texts) + 2  # the bins at both ends have values as well
     few, none = charts.curve(values[:50], "loss")
     assert none == ""
-    assert [type(layer) for layer in few] == [Line]
+    assert [type(layer) for layer in few] == [Curve]
 
 
 def test_long_rows_keep_every_trouble() -> None:
@@ -703,10 +703,10 @@ def test_long_rows_keep_every_trouble() -> None:
     row, at = [], 0
     for step in range(5000):
         for fine, width in (("productive", 900), ("exchange_wait", 80), ("overhead", 20)):
-            row.append(Phase(at, at := at + width, "training", fine))
+            row.append(StateSpan(at, at := at + width, "training", fine))
         if step % 100 == 50:
-            row.append(Phase(at, at := at + 7, "waiting", "detection", "peer is gone"))
-            row.append(Phase(at, at := at + 90_000, "waiting", "exchange_wait"))
+            row.append(StateSpan(at, at := at + 7, "waiting", "detection", "peer is gone"))
+            row.append(StateSpan(at, at := at + 90_000, "waiting", "exchange_wait"))
     thinned, note = thin_rows({0: row})
     assert len(thinned[0]) <= MAX_BOXES
     assert "without trouble" in note
@@ -723,9 +723,9 @@ def test_row_that_is_trouble_all_over_is_thinned_by_columns() -> None:
     """A row too fine to draw still covers all of its time, with the state that took most of each column."""
     row = []
     for i in range(6000):
-        row.append(Phase(100 * i, 100 * i + 70, "waiting", "detection"))
-        row.append(Phase(100 * i + 70, 100 * i + 100, "recovering", "heal"))
-    row[6000:6200] = [Phase(300_000 + 50 * i, 300_050 + 50 * i, "lost", "restart") for i in range(200)]
+        row.append(StateSpan(100 * i, 100 * i + 70, "waiting", "detection"))
+        row.append(StateSpan(100 * i + 70, 100 * i + 100, "recovering", "heal"))
+    row[6000:6200] = [StateSpan(300_000 + 50 * i, 300_050 + 50 * i, "lost", "restart") for i in range(200)]
     thinned, note = thin_rows({0: row, 1: row})
     assert sum(map(len, thinned.values())) <= MAX_BOXES
     assert "1,500 columns" in note

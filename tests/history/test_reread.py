@@ -12,7 +12,7 @@ import pytest
 
 from tests.event_builder import event
 from titan_ft.history.batches.audit import Audit, audit
-from titan_ft.history.batches.reread import Reread, Shard, Trained, collect, compare
+from titan_ft.history.batches.reread import Reread, Shard, TrainedBatches, collect, compare
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import Event
 
@@ -24,14 +24,14 @@ def extend(batch: int, former: str) -> str:
     return f"{zlib.crc32(str(batch).encode(), int(former, 16)):08x}"
 
 
-def trained(first: int, number: int, step: int, content: Iterable[int] | None = None) -> Trained:
+def trained(first: int, number: int, step: int, content: Iterable[int] | None = None) -> TrainedBatches:
     checksum = "0"
     for batch in range(first, first + number) if content is None else content:
         checksum = extend(batch, checksum)
-    return Trained(first, number, checksum, step, 1, 1)
+    return TrainedBatches(first, number, checksum, step, 1, 1)
 
 
-def read(all_trained: Iterable[Trained], length: int = 1000) -> Reread:
+def read(all_trained: Iterable[TrainedBatches], length: int = 1000) -> Reread:
     found = Reread()
     compare(SHARD, all_trained, iter(range(length)), extend, found)
     return found

@@ -19,7 +19,7 @@ from titan_ft.forecast.lengths import fit_weibull
 from titan_ft.forecast.logs import LoggedFailure
 from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.table import NOTES, case_cells, case_columns, case_notes, observation_rows
-from titan_ft.history.report.layers import Axis, Band, Chart, Layer, Line
+from titan_ft.history.report.layers import Axis, Band, Chart, Curve, Layer
 from titan_ft.history.report.page import fill
 from titan_ft.history.report.style import STATES
 from titan_ft.system.whole_file import write_whole
@@ -185,7 +185,7 @@ def _over_spares(candidate: Candidate) -> Chart | None:
     return Chart("spares", "Spare nodes", caption, Axis("spare nodes"), Axis(), layers)
 
 
-def _line(x: Sequence[float], y: Iterable[float], name: str, colour: str, unit: str) -> Line:
+def _line(x: Sequence[float], y: Iterable[float], name: str, colour: str, unit: str) -> Curve:
     shares = [100 * value for value in y]
     texts = [f"{value:.2f} % at {place:,.4g} {unit}" for place, value in zip(x, shares, strict=True)]
-    return Line(x, shares, texts, name=name, colour=colour)
+    return Curve(x, shares, texts, name=name, colour=colour)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 K = TypeVar("K", bound=Hashable)
-Verdict = Literal["equal", "differ", "unknown"]
+DigestVerdict = Literal["equal", "differ", "unknown"]
 
 
 @dataclass(frozen=True)
-class Comparison(Generic[K]):
+class DigestComparison(Generic[K]):
     """Digests by what they are of, such as (state, rank): equal keys must have equal digests in all groups.
 
     Attributes:
@@ -34,13 +34,13 @@ class Comparison(Generic[K]):
         return len(self.compared) + self.num_equal
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> DigestVerdict:
         if self.differing:
             return "differ"
         return "equal" if self.num_compared else "unknown"
 
 
-def compare_digests(digests: Iterable[tuple[K, int, str | None]], num_equal: int = 0) -> Comparison[K]:
+def compare_digests(digests: Iterable[tuple[K, int, str | None]], num_equal: int = 0) -> DigestComparison[K]:
     """Compare digests across groups.
 
     Args:
@@ -55,4 +55,4 @@ def compare_digests(digests: Iterable[tuple[K, int, str | None]], num_equal: int
             values[key].add(value)
     compared = {key for key, members in groups.items() if len(members) > 1}
     differing = {key for key in compared if len(values[key]) > 1}
-    return Comparison(dict(groups), compared, differing, num_equal)
+    return DigestComparison(dict(groups), compared, differing, num_equal)

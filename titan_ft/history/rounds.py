@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.history.judgement import count
 from titan_ft.history.record.run_record import RunRecord, view
-from titan_ft.history.record.trajectory import State
+from titan_ft.history.record.trajectory import JobState
 from titan_ft.run.events import CheckpointLoaded, GradientExcluded, HealFinished, StartedAnew, StepCommitted
 
 
@@ -37,7 +37,7 @@ class ShortRound:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RecordedRounds:
     """The rounds of a job's trajectory."""
 
     unit: Unit = STEP
@@ -57,7 +57,7 @@ class Rounds:
 
 
 @view
-def find_rounds(record: RunRecord) -> Rounds | None:
+def find_rounds(record: RunRecord) -> RecordedRounds | None:
     """Return the rounds of a run; None where the groups met at each step."""
     unit = record.unit
     if not unit.method:
@@ -74,15 +74,15 @@ def find_rounds(record: RunRecord) -> Rounds | None:
         fewer = {group: steps for group, steps in own.items() if steps is None or steps < length}
         if fewer:
             short.append(ShortRound(state.step, unit.step_after(state.step), state.time, length, fewer))
-    return Rounds(unit, len(record.chain), tuple(sorted(made.items())), tuple(short))
+    return RecordedRounds(unit, len(record.chain), tuple(sorted(made.items())), tuple(short))
 
 
 @dataclass(frozen=True)
-class Partial:
+class PartialRound:
     """What a group made for a round that is in the updates of some fragments only: it began anew before the others'."""
 
     group: int
-    state: State
+    state: JobState
     """The round's."""
     has: int
     """Fragments whose updates have it."""
@@ -90,7 +90,7 @@ class Partial:
     """Fragments that the group's model had."""
 
 
-def find_partial(record: RunRecord, chain: Sequence[State]) -> list[Partial]:
+def find_partial(record: RunRecord, chain: Sequence[JobState]) -> list[PartialRound]:
     """Return what groups trained and lost again for some fragments of the model, by the trajectory `chain`.
 
     Between two exchanges of a fragment its change is a group's own. It is lost where the group dies, leaves, heals or
@@ -104,12 +104,12 @@ def find_partial(record: RunRecord, chain: Sequence[State]) -> list[Partial]:
             unit, end = life.unit, life.end
             if life.is_over and not (unit.last and unit.step_after(end) == unit.last):  # the last round exchanges all
                 late = [state for state in life.rounds if state.step + unit.fragments - 1 > end]
-                partial += [Partial(group, state, end - state.step + 1, unit.fragments) for state in late]
+                partial += [PartialRound(group, state, end - state.step + 1, unit.fragments) for state in late]
     return partial
 
 
 @dataclass
-class _Life:
+class _WeightsSpan:
     """What a group made of the same weights.
 
     Attributes:
@@ -122,25 +122,25 @@ class _Life:
 
     unit: Unit
     begun: float
-    rounds: list[State] = field(default_factory=list)
+    rounds: list[JobState] = field(default_factory=list)
     end: int = 0
     is_over: bool = True
 
 
-def _lives(record: RunRecord, group: int, chain: Sequence[State]) -> list[_Life]:
+def _lives(record: RunRecord, group: int, chain: Sequence[JobState]) -> list[_WeightsSpan]:
     """Return those of a group along a trajectory."""
-    lives: list[_Life] = []
-    able: list[_Life] = []  # to contribute: a process that is started again heals first
-    life_of: dict[str, _Life] = {}  # by the lineage of a round that it tells of
+    lives: list[_WeightsSpan] = []
+    able: list[_WeightsSpan] = []  # to contribute: a process that is started again heals first
+    life_of: dict[str, _WeightsSpan] = {}  # by the lineage of a round that it tells of
     ended = True
     for process in (one for one in record.processes if (one.replica, one.rank) == (group, 0)):
         ended = process.exit is not None or process.ended_in_order
-        lives.append(_Life(Unit.of(process.config), process.events[0].time))
+        lives.append(_WeightsSpan(Unit.of(process.config), process.events[0].time))
         if len(lives) == 1:
             able.append(lives[-1])
         for event in process.events:
             if isinstance(event, HealFinished | CheckpointLoaded | StartedAnew):  # who rolls back keeps its weights
-                lives.append(_Life(lives[-1].unit, event.time))
+                lives.append(_WeightsSpan(lives[-1].unit, event.time))
                 able.append(lives[-1])
             elif isinstance(event, StepCommitted):
                 life_of[event.lineage] = lives[-1]

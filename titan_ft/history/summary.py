@@ -11,17 +11,16 @@ from statistics import median
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.history.batches.audit import Verdict as AuditVerdict
 from titan_ft.history.batches.audit import audit
-from titan_ft.history.digests import Verdict, compare_digests
+from titan_ft.history.digests import DigestVerdict, compare_digests
 from titan_ft.history.fold.hosts import HostFigures
 from titan_ft.history.fold.unit import STEP, Unit
-from titan_ft.history.judgement import count
+from titan_ft.history.judgement import Verdict, count
 from titan_ft.history.outcomes.crashes import Crash, find_crashes
 from titan_ft.history.outcomes.hosts import find_hosts, name_range
 from titan_ft.history.outcomes.outcome import Outcome, find_outcome
 from titan_ft.history.record.run_record import RunRecord, view
-from titan_ft.history.rounds import Rounds, find_rounds
+from titan_ft.history.rounds import RecordedRounds, find_rounds
 from titan_ft.history.terminal import grid, headline
 from titan_ft.history.timing.goodput import count_exchanges, count_wire_bytes, effective_training_time
 from titan_ft.history.timing.incidents import (
@@ -87,7 +86,7 @@ class RunSummary:
     """Tokens with a label that the steps up to the last one trained on."""
     unit: Unit = STEP
     """What a commit stands for, and all figures of steps below count: steps, or rounds."""
-    rounds: Rounds | None = None
+    rounds: RecordedRounds | None = None
     """Who made how many steps of them; None where they are steps."""
     steps_committed: int = 0
     """The highest step that a group committed."""
@@ -129,15 +128,15 @@ class RunSummary:
     """All transfers of state that were served."""
     losses: list[tuple[int, float | None]] = field(default_factory=list)
     """(step, loss) of the first, the last and the quartile steps; None for a loss that was not finite."""
-    final_digests: Verdict = "unknown"
+    final_digests: DigestVerdict = "unknown"
     """Whether ranks of the same index ended with the same state in all groups that finished, or left at the end."""
     finished_replicas: list[int] = field(default_factory=list)
-    step_digests: Verdict = "unknown"
+    step_digests: DigestVerdict = "unknown"
     """Whether those that made the same state held the same bytes of it, wherever they took a digest."""
     num_step_digests: int = 0
     """Pairs of a state and a rank that were compared."""
     differing_steps: list[int] = field(default_factory=list)
-    every_batch_once: AuditVerdict = "unknown"
+    every_batch_once: Verdict = "unknown"
     batches: str = ""
     """The audit's counts in words."""
 

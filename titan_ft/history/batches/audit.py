@@ -2,13 +2,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Audit the data of a run: was every batch on the job's trajectory trained once?
 
-Every commit names the state that it made (`lineage`), the one that it changed (`parent`) and the batches that all
-groups trained for it. The job's trajectory is the chain of parents backwards from its final state. Commits off the
-chain are void: their updates were thrown away and their batches are due again, so that they are no repeats. With a
-semi-synchronous method a commit is a round of several steps, and a group may leave or die in the midst of one: what it
-had trained of that is void too. A group that leaves tells its batches; of one that dies only the time is known. Where
-each round exchanges a fragment of the model, a group that begins anew has batches that are partial: in the updates of
-the fragments that were exchanged since they were trained, and in no other; in none of them twice.
+Each commit names the state that it made (`lineage`), the state that it changed (`parent`) and the
+batches that all groups trained for it. The job's trajectory is the chain of parents from its final
+state back to the first.
+
+- *Void* batches belong to commits off the chain. Their updates were thrown away and their batches are
+  due again, so training them again is no repetition. Batches of a round that a group left unfinished
+  are void as well. A group that leaves reports these batches; of a group that dies only the time is
+  known.
+- *Partial* batches occur if each round exchanges one fragment of the model. A group that starts again
+  loses the changes of the fragments whose turn had not come. Its batches are in the updates of the
+  other fragments, once in each.
+
+`titan-ft check` and `report` call `audit`. See docs/data.md.
 """
 
 from __future__ import annotations
@@ -19,143 +25,164 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from titan_ft.history.batches.reopenings import find_reopenings
 from titan_ft.history.checks.foundation import find_gaps
 from titan_ft.history.fold.unit import STEP, Unit
+from titan_ft.history.judgement import Verdict
 from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
-from titan_ft.history.record.trajectory import ROOT, State, chain_to
+from titan_ft.history.record.trajectory import ROOT, JobState, chain_to
 from titan_ft.history.rounds import find_partial
 from titan_ft.history.timing.timeline import timeline
 from titan_ft.run.events import DataOpened, DataReset, Drained, LaunchStarted, StepCommitted
 
-Verdict = Literal["holds", "does not hold", "unknown"]
-
 
 @dataclass(frozen=True)
 class Finding:
-    """Consecutive batches of one slot, and what was found about them."""
+    """Consecutive batches of one slot, and the finding about them."""
 
     slot: int
     first_batch: int
     num_batches: int
     steps: tuple[int, ...]
-    """Those that trained them, or that show that nobody did."""
+    """The steps that trained the batches, or the steps between which the batches are missing."""
     detail: str = ""
 
     def __str__(self) -> str:
         last = self.first_batch + self.num_batches - 1
-        batches = f"batch {last}" if self.num_batches == 1 else f"batches {self.first_batch}-{last}"
+        batches = f"batches {self.first_batch}-{last}"
+        if self.num_batches == 1:
+            batches = f"batch {last}"
         return f"slot {self.slot}, {batches}: {self.detail}"
 
 
 @dataclass
 class Audit:
-    """What became of the batches of a run."""
+    """The result of an audit: the counts and the findings about the batches of a run."""
 
     verdict: Verdict = "unknown"
-    """Whether every batch was trained once: "does not hold" beats "unknown", which beats "holds"."""
+    """Whether every batch was trained once: "does not hold" beats "unknown" beats "holds"."""
     num_steps: int = 0
     """Steps, or rounds, on the job's trajectory, as far back as the history goes."""
     unit: Unit = STEP
-    """What they are."""
+    """The unit of `num_steps`."""
     num_batches: int = 0
-    """Different batches trained there."""
+    """Number of different batches that the trajectory trained."""
     lost: list[Finding] = field(default_factory=list)
     repeated: list[Finding] = field(default_factory=list)
     differing: list[Finding] = field(default_factory=list)
-    """Batches that were other data when they were read again."""
+    """Batches that had other tokens when the same rank read them again."""
     conflicts: list[str] = field(default_factory=list)
     """Events that contradict each other or the ledger."""
     void: list[Finding] = field(default_factory=list)
-    """Batches whose step was thrown away, or whose round a group broke off and told so."""
+    """Batches of commits off the trajectory, and reported batches of unfinished rounds."""
     partial: list[Finding] = field(default_factory=list)
-    """Batches that are in the updates of some fragments of the model only, because their group began anew before the
-    turn of the others; they are counted as trained."""
+    """Batches that are in the updates of some fragments of the model only; counted as trained."""
     num_cut_short: int = 0
-    """Batches of rounds that ended with their groups, untold: about so many, by the time that there was and the groups'
-    pace. They are void as well, and trained again."""
+    """Estimated batches of rounds whose group died within them, by the time and the group's pace.
+
+    These batches are void, and other steps train them again.
+    """
     unknown: list[str] = field(default_factory=list)
-    """Why there is no verdict."""
+    """The reasons for an unknown verdict."""
     unproved: str = ""
-    """Which openings of data may have gone on elsewhere than where they had ended; empty if none may."""
+    """The openings of data that may have continued at a wrong place; empty if all are proved."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def num_lost(self) -> int:
-        return sum(finding.num_batches for finding in self.lost)
+        return _count_batches(self.lost)
 
     @property
     def num_repeated(self) -> int:
-        """Different batches that were trained more than once."""
-        return len({(f.slot, f.first_batch + n) for f in self.repeated for n in range(f.num_batches)})
+        """Number of different batches that were trained more than once."""
+        batches: set[tuple[int, int]] = set()
+        for finding in self.repeated:
+            end = finding.first_batch + finding.num_batches
+            batches.update((finding.slot, batch) for batch in range(finding.first_batch, end))
+        return len(batches)
 
     @property
     def num_void(self) -> int:
-        return sum(finding.num_batches for finding in self.void)
+        return _count_batches(self.void)
 
     @property
     def num_partial(self) -> int:
-        return sum(finding.num_batches for finding in self.partial)
+        return _count_batches(self.partial)
 
     def counts(self) -> str:
         """Return the counts in words.
 
-        A number of lost batches that may be wrong is not among them: a reader would take it for a proof.
+        A count of lost batches that may be wrong is left out: a reader would take it for a proof.
         """
         once = max(0, self.num_batches - self.num_repeated)
         partial = f" ({self.num_partial} of them partial)" if self.partial else ""
-        if (self.unproved or self.differing) and not (self.lost or self.repeated):
+        is_doubtful = bool(self.unproved or self.differing)
+        has_found = bool(self.lost or self.repeated)
+        if is_doubtful and not has_found:
             known = f"{once} trained{partial}, {self.num_void} void"
             return f"{known}; whether any were lost or repeated is not known"
         lost = f"{self.num_lost} lost, {self.num_repeated} repeated"
         return f"{once} trained once{partial}, {lost}, {self.num_void} void"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the audit as plain dictionaries, lists and numbers, for JSON."""
-        counts = {name: getattr(self, name) for name in ("num_lost", "num_repeated", "num_void", "num_partial")}
+        """Return the audit as plain dictionaries, lists and numbers for JSON."""
+        counts = {
+            "num_lost": self.num_lost,
+            "num_repeated": self.num_repeated,
+            "num_void": self.num_void,
+            "num_partial": self.num_partial,
+        }
         return asdict(self) | counts | {"unit": self.unit.noun}
 
 
-@dataclass(frozen=True)
-class Split:
-    """How the data were cut while a state was made: a resume may cut the same shards into other slots."""
+def _count_batches(findings: Iterable[Finding]) -> int:
+    return sum(finding.num_batches for finding in findings)
 
-    parts: int
-    """Shards of a slot."""
-    of: int
-    """Shards of the job."""
+
+@dataclass(frozen=True)
+class DataSplit:
+    """The division of the data into shards and slots; a resume may divide the shards differently."""
+
+    shards_per_slot: int
+    num_shards: int
+    """Shards of the whole job."""
 
     def shards(self, slot: int) -> range:
-        return range(slot * self.parts, (slot + 1) * self.parts)
+        first = slot * self.shards_per_slot
+        return range(first, first + self.shards_per_slot)
 
 
 @view
-def find_splits(record: RunRecord) -> dict[str, Split]:
-    """Return how the data were cut for each state, by lineage, as far as events say so; empty if always alike."""
-    cuts: list[tuple[ProcessHistory, Split]] = []
+def find_splits(record: RunRecord) -> dict[str, DataSplit]:
+    """Return the division of the data for each state, by lineage.
+
+    States without an event about it are left out. The result is empty if the division never changed.
+    """
+    splits: list[tuple[ProcessHistory, DataSplit]] = []
     for process in record.processes:
-        opened = next((event for event in process.events if isinstance(event, DataOpened)), None)
-        if opened is None or process.config is None or not opened.num_shards:
-            continue
-        cuts.append((process, Split(opened.num_shards // process.config.group_size, opened.num_shards)))
-    found: dict[str, Split] = {}
-    if len({split for _, split in cuts}) > 1:
-        for process, split in cuts:
+        split = _find_split(process)
+        if split is not None:
+            splits.append((process, split))
+    found: dict[str, DataSplit] = {}
+    if len({split for _, split in splits}) > 1:
+        for process, split in splits:
             for commit in process.commits():
                 found.setdefault(commit.lineage, split)
     return found
 
 
-@dataclass(frozen=True, order=True)
-class _Use:
-    """Consecutive batches of a slot or a shard that a step trained."""
-
-    first: int
-    count: int
-    step: int
-    slot: int
+def _find_split(process: ProcessHistory) -> DataSplit | None:
+    if process.config is None:
+        return None
+    for event in process.events:
+        if isinstance(event, DataOpened):
+            if not event.num_shards:
+                return None
+            shards_per_slot = event.num_shards // process.config.group_size
+            return DataSplit(shards_per_slot, event.num_shards)
+    return None
 
 
 @view
@@ -163,26 +190,12 @@ def audit(record: RunRecord) -> Audit:
     """Find the lost and the repeated batches of a run."""
     common = Audit(
         unit=record.unit,
-        differing=_differing(record),
+        differing=_find_differing(record),
         conflicts=list(record.conflicts),
         unproved=find_reopenings(record).unproved,
     )
-    _count_broken_off(record, common)
-    common.unknown += [
-        f"the data began anew at a resume ({event.reason}): nothing before it compares with it"
-        for event in record.of(DataReset)
-        if not event.asked
-    ]
-    asked = sorted({event.step for event in record.of(DataReset) if event.asked})
-    common.notes += [
-        f"the data began anew after step {step}, as checkpoint.exclude_from_loading asks for: batches count from there"
-        for step in asked
-    ]
-    common.unknown += [
-        f"the data was changed at a resume ({'; '.join(_data_changes(event))}): nothing before it compares with it"
-        for event in record.of(LaunchStarted)
-        if _data_changes(event)
-    ]
+    _count_unfinished_rounds(record, common)
+    _note_resets(record, common)
     if not record.states:
         common.unknown.append(f"no event tells of a committed {record.unit.noun}")
         return decide(common)
@@ -190,212 +203,361 @@ def audit(record: RunRecord) -> Audit:
     common.unknown += [*unknown, *find_gaps(record)]
     audits = [decide(_audit_chain(record, final, common)) for final in finals]
     result = audits[0]
-    if len(finals) > 1:
-        names = ", ".join(f"{record.unit.noun} {final.step} ({final.lineage})" for final in finals)
-        if len({each.verdict for each in audits}) > 1:
-            result.verdict = "unknown"
-            result.unknown.append(f"the history does not tell with which state the job ended: {names}")
-        else:
-            result.notes.append(f"the job ended with one of {names}; the verdict is the same for each")
+    if len(finals) == 1:
+        return result
+    # The history leaves open which state was the last: only a verdict that all share is a verdict.
+    noun = record.unit.noun
+    names = ", ".join(f"{noun} {final.step} ({final.lineage})" for final in finals)
+    if len({each.verdict for each in audits}) > 1:
+        result.verdict = "unknown"
+        result.unknown.append(f"the history does not tell with which state the job ended: {names}")
+    else:
+        result.notes.append(f"the job ended with one of {names}; the verdict is the same for each")
     return result
 
 
 def decide(found: Audit) -> Audit:
-    """Set the verdict. Where nothing was found and something is missing, it is unknown."""
+    """Set the verdict of an audit. Without a finding, anything missing makes it unknown."""
     if not found.num_batches and not found.unknown:
         found.unknown.append(f"no {found.unit.noun} tells of a batch")
     if found.lost or found.repeated or found.differing or found.conflicts:
         found.verdict = "does not hold"
+    elif found.unknown or found.unproved:
+        found.verdict = "unknown"
     else:
-        found.verdict = "unknown" if found.unknown or found.unproved else "holds"
+        found.verdict = "holds"
     return found
+
+
+def _note_resets(record: RunRecord, found: Audit) -> None:
+    """Note the resumes after which the numbers of batches stand for other data."""
+    resets = record.of(DataReset)
+    cannot_compare = "nothing before it compares with it"
+    for event in resets:
+        if not event.asked:
+            text = f"the data began anew at a resume ({event.reason}): {cannot_compare}"
+            found.unknown.append(text)
+    for step in sorted({event.step for event in resets if event.asked}):
+        asked = "as checkpoint.exclude_from_loading asks for"
+        text = f"the data began anew after step {step}, {asked}: batches count from there"
+        found.notes.append(text)
+    for launch in record.of(LaunchStarted):
+        changes = _find_data_changes(launch)
+        if changes:
+            text = f"the data was changed at a resume ({'; '.join(changes)}): {cannot_compare}"
+            found.unknown.append(text)
 
 
 def find_resets(record: RunRecord) -> list[float]:
-    """Return the times from which on a number may stand for another batch, in order."""
-    anew = [event.time for event in record.of(DataReset)]
-    changed = [event.time for event in record.of(LaunchStarted) if _data_changes(event)]
-    return sorted([*anew, *changed])
+    """Return the times, in order, from which on a number may stand for another batch."""
+    resets = [event.time for event in record.of(DataReset)]
+    changes = [event.time for event in record.of(LaunchStarted) if _find_data_changes(event)]
+    return sorted([*resets, *changes])
 
 
-def _data_changes(launch: LaunchStarted) -> list[str]:
-    """Return the changes of the data that a resume was allowed to make: a batch of twice the size, for example."""
-    changed = (launch.changed or {}).items()
-    return [change.describe(name) for name, change in changed if change.kind == "data"]
+def _find_data_changes(launch: LaunchStarted) -> list[str]:
+    """Return the changes of the data that a resume allowed, for example a batch of twice the size."""
+    changes = (launch.changed or {}).items()
+    return [change.describe(name) for name, change in changes if change.kind == "data"]
 
 
-def _differing(record: RunRecord) -> list[Finding]:
-    """Return the batches of which the same rank read other tokens at another time."""
+class _Reading(NamedTuple):
+    """The identity of some batches that a rank read: equal readings must have equal tokens.
+
+    Attributes:
+        span: number of resets of the data before the reading.
+        split: after another division, a rank of the same number has another shard of the slot.
+    """
+
+    span: int
+    split: DataSplit | None
+    slot: int
+    first_batch: int
+    num_batches: int
+    rank: int
+
+
+def _find_differing(record: RunRecord) -> list[Finding]:
+    """Return the batches that had other tokens when the same rank read them again."""
     resets = find_resets(record)
     splits = find_splits(record)
-    seen: dict[tuple[int, Split | None, int, int, int, int], tuple[str, int]] = {}
-    differing: dict[tuple[int, Split | None, int, int, int, int], dict[str, int]] = {}
+    # The step at which each reading had each checksum first.
+    checksums_of: dict[_Reading, dict[str, int]] = {}
     for event in record.of(StepCommitted):
-        # With another cut, the rank of the same number has another shard of the slot.
         split = splits.get(event.lineage)
         span = bisect_right(resets, event.time)
         for data in event.readings():
-            key = span, split, data.slot, data.first_batch, data.num_batches, event.rank
-            checksum, step = seen.setdefault(key, (data.checksum, event.step))
-            if checksum != data.checksum:
-                differing.setdefault(key, {checksum: step}).setdefault(data.checksum, event.step)
+            reading = _Reading(span, split, data.slot, data.first_batch, data.num_batches, event.rank)
+            checksums = checksums_of.setdefault(reading, {})
+            checksums.setdefault(data.checksum, event.step)
     found = []
     noun = record.unit.noun
-    for key in filter(differing.__contains__, seen):
-        _, _, slot, first, count, rank = key
-        steps = differing[key]
-        readings = ", ".join(f"checksum {checksum} at {noun} {step}" for checksum, step in steps.items())
-        detail = f"differs when read again by rank {rank} ({readings})"
-        found.append(Finding(slot, first, count, tuple(steps.values()), detail))
+    for reading, checksums in checksums_of.items():
+        if len(checksums) == 1:
+            continue
+        texts = [f"checksum {checksum} at {noun} {step}" for checksum, step in checksums.items()]
+        detail = f"differs when read again by rank {reading.rank} ({', '.join(texts)})"
+        steps = tuple(checksums.values())
+        found.append(Finding(reading.slot, reading.first_batch, reading.num_batches, steps, detail))
     return found
 
 
-def _count_broken_off(record: RunRecord, found: Audit) -> None:
-    """Count what groups had trained of rounds that they left in the midst of, and of those that ended with them."""
-    told: dict[tuple[int, ...], Finding] = {}
+def _count_unfinished_rounds(record: RunRecord, found: Audit) -> None:
+    """Count the batches of rounds that groups left, or within which groups died."""
+    reported: dict[tuple[int, int, int, int], Finding] = {}
+    noun = record.unit.noun
     for event in record.of(Drained):
-        for each in event.void or ():
-            number = event.step + 1
-            detail = f"void: group {event.replica} left in {record.unit.noun} {number}"
-            finding = Finding(each.slot, each.first_batch, each.num_batches, (number,), detail)
-            # Each rank of a group tells them; those that drain_timeout_seconds has ended may be a step apart.
-            key = event.replica, event.attempt, each.slot, each.first_batch
-            told[key] = max(told.get(key, finding), finding, key=lambda each: each.num_batches)
-    found.void += told.values()
-    cut = [one for one in timeline(record).unfinished if not (one.kept or one.told)] if record.unit.method else []
-    found.num_cut_short = sum(one.forward_passes for one in cut)
+        number = event.step + 1
+        for batches in event.void or ():
+            detail = f"void: group {event.replica} left in {noun} {number}"
+            finding = Finding(batches.slot, batches.first_batch, batches.num_batches, (number,), detail)
+            # Each rank of the group reports them. Ranks that drain_timeout_seconds ended may be a
+            # step apart: the rank that had read most counts.
+            key = event.replica, event.attempt, batches.slot, batches.first_batch
+            known = reported.get(key)
+            if known is None or finding.num_batches > known.num_batches:
+                reported[key] = finding
+    found.void += reported.values()
+    if not record.unit.method:
+        return
+    num_rounds = 0
+    for step in timeline(record).unfinished:
+        if not step.kept and not step.told:
+            num_rounds += 1
+            found.num_cut_short += step.forward_passes
     if found.num_cut_short:
-        about = f"about {found.num_cut_short}, in {record.unit.count(len(cut))}, by the time that there was"
-        found.notes.append(
-            f"batches of rounds that ended with their groups: {about}; they are void too, and trained again"
-        )
+        rounds = record.unit.count(num_rounds)
+        about = f"about {found.num_cut_short}, in {rounds}, by the time that there was"
+        what = "batches of rounds that ended with their groups"
+        found.notes.append(f"{what}: {about}; they are void too, and trained again")
 
 
-def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
-    """Audit the trajectory that ends with a state, on top of what is known of all states."""
+def _audit_chain(record: RunRecord, final: JobState, common: Audit) -> Audit:
+    """Audit the trajectory that ends with a state.
+
+    Args:
+        common: the findings that hold for every trajectory.
+    """
     chain = chain_to(record.states, final)
-    on_chain = {state.lineage for state in chain}
-    whole = chain[0].step == 1 and chain[0].parent == ROOT
     found = deepcopy(common)
     found.num_steps = len(chain)
-    noun = record.unit.noun
-    found.void += [
-        Finding(slot, first, count, (state.step,), f"void at {noun} {state.step} ({state.lineage})")
-        for state in sorted(record.states.values(), key=lambda state: state.step)
-        if state.lineage not in on_chain and state.step >= chain[0].step  # below a cut of the history it is unknown
-        for slot, (first, count) in state.batches.items()
-    ]
-    for part in find_partial(record, chain):
-        state = part.state
-        # A group that died behind its exchange tells no more what it had read: its own slot's, then.
-        read = _batches_read(state, part.group)
-        if not read:
-            read = _batches_of({part.group: state.batches.get(part.group, (0, 0))})
-        detail = f"partial: trained at {noun} {state.step} by group {part.group}, in {part.has} of {part.of} fragments"
-        found.partial += [Finding(*batches, (state.step,), detail) for batches in _ranges(read)]
-    if not whole:
-        step, parent = chain[0].step, chain[0].parent
-        text = f"the history is cut: no event tells how the state before {noun} {step} ({parent}) was made"
-        found.unknown.append(text)
-    resets = find_resets(record)
-    splits = find_splits(record)
-    is_cut_anew = len({splits[lineage] for lineage in on_chain & splits.keys()}) > 1
-    split = next((splits[state.lineage] for state in chain if state.lineage in splits), Split(1, 1))
+    _find_void(record, chain, found)
+    _find_partial_batches(record, chain, found)
+    first = chain[0]
+    if not _is_whole(chain):
+        before = f"the state before {record.unit.noun} {first.step} ({first.parent})"
+        found.unknown.append(f"the history is cut: no event tells how {before} was made")
     for state in chain:
         if state.lineage not in record.usual:
             _compare_readings(state, found)
-
-    def uses(states: Iterable[State]) -> Iterator[tuple[tuple[int, int], int, int, State, int]]:
-        """Yield shard and span, first batch, number of batches, state and slot of all that some states trained."""
-        cut = split
-        for state in states:
-            cut = splits.get(state.lineage, cut)
-            # What follows a reset does not compare with what was before it.
-            span = bisect_right(resets, state.time)
-            for slot, (first, count) in state.batches.items():
-                if count > 0:
-                    for shard in cut.shards(slot) if is_cut_anew else (slot,):
-                        yield (shard, span), first, count, state, slot
-
-    if is_cut_anew:
-        of = next((splits[state.lineage] for state in reversed(chain) if state.lineage in splits), split).of
-        found.notes.append(f"the same {of} shards were cut into other slots at a resume: batches count by shard")
-    # Of a long run nearly all shards are trained from batch to batch: these are only counted.
-    begins: dict[tuple[int, int], int] = {}
-    ends: dict[tuple[int, int], int] = {}
-    odd: dict[tuple[int, int], list[_Use]] = {}
-    for key, first, count, state, _ in uses(_ends_of_usual(record, chain)):
-        begin = begins.setdefault(key, 0 if whole and key[1] == 0 else first)
-        # Each slot of a usual step goes on with the batch after those of the step before.
-        if first != ends.get(key, begin) and state.lineage not in record.usual:
-            odd[key] = []
-        ends[key] = first + count
-    if odd:
-        for key, first, count, state, slot in uses(chain):
-            if key in odd:
-                odd[key].append(_Use(first, count, state.step, slot))
-    for key in sorted(begins):
-        shard, span = key
-        if key not in odd:
-            found.num_batches += ends[key] - begins[key]
-            continue
-        start = 0 if whole and span == 0 else min(odd[key]).first
-        _count_uses(f"shard {shard} of {of}" if is_cut_anew else "", odd[key], start, found)
+    _ChainCount(record, chain, found).run()
     return found
 
 
-def _ends_of_usual(record: RunRecord, chain: Sequence[State]) -> Iterator[State]:
-    """Yield the states of a trajectory, of usual ones in a row only the last."""
+def _is_whole(chain: Sequence[JobState]) -> bool:
+    """Return whether a trajectory begins with step 1 of the job."""
+    return chain[0].step == 1 and chain[0].parent == ROOT
+
+
+def _find_void(record: RunRecord, chain: Sequence[JobState], found: Audit) -> None:
+    """Add the batches of the states off the trajectory."""
+    on_chain = {state.lineage for state in chain}
+    noun = record.unit.noun
+    for state in sorted(record.states.values(), key=lambda state: state.step):
+        # Below a cut of the history it is unknown whether a state is on the trajectory.
+        is_before_cut = state.step < chain[0].step
+        if state.lineage in on_chain or is_before_cut:
+            continue
+        detail = f"void at {noun} {state.step} ({state.lineage})"
+        for slot, (first, count) in state.batches.items():
+            found.void.append(Finding(slot, first, count, (state.step,), detail))
+
+
+def _find_partial_batches(record: RunRecord, chain: Sequence[JobState], found: Audit) -> None:
+    """Add the batches that are in the updates of some fragments only."""
+    noun = record.unit.noun
+    for part in find_partial(record, chain):
+        state = part.state
+        read = _batches_read(state, part.group)
+        if not read:
+            # A group that died after its exchange reports nothing. It had read its own slot.
+            read = _batches_of({part.group: state.batches.get(part.group, (0, 0))})
+        where = f"trained at {noun} {state.step} by group {part.group}"
+        detail = f"partial: {where}, in {part.has} of {part.of} fragments"
+        for slot, first, count in _ranges(read):
+            found.partial.append(Finding(slot, first, count, (state.step,), detail))
+
+
+_Stream = tuple[int, int]
+"""Batches that are numbered together: a slot (or a shard, see `_ChainCount`), and its span."""
+
+
+class _TrainedRange(NamedTuple):
+    """Consecutive batches of a stream that a step trained; the order of the fields is the sort order."""
+
+    first: int
+    num_batches: int
+    step: int
+    slot: int
+
+
+class _ChainCount:
+    """Counts the batches of a trajectory, stream by stream, and finds gaps and overlaps.
+
+    In a stream, each step continues with the batch after the last one of the step before. If a
+    resume divided the shards into other slots, the streams are the shards, because the numbers of a
+    slot then stand for other data. After a reset of the data new streams begin (another span).
+
+    `_audit_chain` makes one for each trajectory and calls `run` once.
+    """
+
+    def __init__(self, record: RunRecord, chain: Sequence[JobState], found: Audit) -> None:
+        self._record = record
+        self._chain = chain
+        self._found = found
+        self._is_whole = _is_whole(chain)
+        self._resets = find_resets(record)
+        self._splits = find_splits(record)
+        known = [self._splits[state.lineage] for state in chain if state.lineage in self._splits]
+        self._first_split = known[0] if known else DataSplit(1, 1)
+        self._counts_shards = len(set(known)) > 1
+        self._num_shards = known[-1].num_shards if known else 1
+
+    def run(self) -> None:
+        if self._counts_shards:
+            what = f"the same {self._num_shards} shards were cut into other slots at a resume"
+            self._found.notes.append(f"{what}: batches count by shard")
+        begins, ends, odd = self._find_ends()
+        trained = self._collect(odd)
+        for stream in sorted(begins):
+            if stream not in odd:
+                self._found.num_batches += ends[stream] - begins[stream]
+                continue
+            shard, span = stream
+            start = min(trained[stream]).first
+            if self._begins_with_batch_0(span):
+                start = 0
+            name = f"shard {shard} of {self._num_shards}" if self._counts_shards else ""
+            _find_gaps_and_overlaps(name, trained[stream], start, self._found)
+
+    def _begins_with_batch_0(self, span: int) -> bool:
+        return self._is_whole and span == 0
+
+    def _find_ends(self) -> tuple[dict[_Stream, int], dict[_Stream, int], set[_Stream]]:
+        """Return the first batch and the end of each stream, and the streams with a gap or overlap.
+
+        Nearly all streams of a long run continue from batch to batch. Their batches are only counted,
+        because a list of all ranges would take too much memory.
+        """
+        begins: dict[_Stream, int] = {}
+        ends: dict[_Stream, int] = {}
+        odd: set[_Stream] = set()
+        for stream, state, trained in self._ranges_of(_skip_inner_usual(self._record, self._chain)):
+            if stream not in begins:
+                begins[stream] = 0 if self._begins_with_batch_0(stream[1]) else trained.first
+            expected = ends.get(stream, begins[stream])
+            # A usual step continues where the step before ended, by the definition of a usual step.
+            # The steps between are skipped here, so that its first batch is not the expected one.
+            if trained.first != expected and state.lineage not in self._record.usual:
+                odd.add(stream)
+            ends[stream] = trained.first + trained.num_batches
+        return begins, ends, odd
+
+    def _collect(self, streams: set[_Stream]) -> dict[_Stream, list[_TrainedRange]]:
+        """Return all ranges of some streams, in the order of the steps."""
+        found: dict[_Stream, list[_TrainedRange]] = {stream: [] for stream in streams}
+        if streams:
+            for stream, _, trained in self._ranges_of(self._chain):
+                if stream in streams:
+                    found[stream].append(trained)
+        return found
+
+    def _ranges_of(self, states: Iterable[JobState]) -> Iterator[tuple[_Stream, JobState, _TrainedRange]]:
+        """Yield the ranges that some states trained, in order."""
+        split = self._first_split
+        for state in states:
+            split = self._splits.get(state.lineage, split)
+            span = bisect_right(self._resets, state.time)
+            for slot, (first, count) in state.batches.items():
+                if count <= 0:
+                    continue
+                trained = _TrainedRange(first, count, state.step, slot)
+                parts = split.shards(slot) if self._counts_shards else (slot,)
+                for part in parts:
+                    yield (part, span), state, trained
+
+
+def _skip_inner_usual(record: RunRecord, chain: Sequence[JobState]) -> Iterator[JobState]:
+    """Yield the states of a trajectory; of usual steps in a row only the last."""
     for state, after in pairwise(chain):
-        if state.lineage not in record.usual or after.lineage not in record.usual:
+        is_inner = state.lineage in record.usual and after.lineage in record.usual
+        if not is_inner:
             yield state
     yield chain[-1]
 
 
-def _count_uses(shard: str, uses: Sequence[_Use], start: int, found: Audit) -> None:
-    """Find gaps and overlaps in what the steps, in this order, trained of a slot, or of a shard that has a name."""
-    end, last = start, 0
-    addition = f" ({shard})" if shard else ""
-    for use in sorted(uses):
-        first, count, step = use.first, use.count, use.step
+def _find_gaps_and_overlaps(shard: str, ranges: Sequence[_TrainedRange], start: int, found: Audit) -> None:
+    """Find the lost and the repeated batches of a stream.
+
+    Args:
+        shard: name of the stream if it is a shard; empty if it is a slot.
+        ranges: in the order of the steps.
+        start: the first batch of the stream.
+    """
+    noun = found.unit.noun
+    in_shard = f" ({shard})" if shard else ""
+    end = start
+    last_step = 0
+    for first, count, step, slot in sorted(ranges):
         if first > end:
-            detail = f"lost between {found.unit.noun}s {last} and {step}{addition}"
-            found.lost.append(Finding(use.slot, end, first - end, (last, step), detail))
+            detail = f"lost between {noun}s {last_step} and {step}{in_shard}"
+            found.lost.append(Finding(slot, end, first - end, (last_step, step), detail))
         elif first < end:
-            once, again = sorted((last, step))
-            detail = f"trained at {found.unit.noun} {once} and again at {found.unit.noun} {again}{addition}"
-            found.repeated.append(Finding(use.slot, first, min(first + count, end) - first, (once, again), detail))
-        found.num_batches += max(0, first + count - max(first, end))
+            once, again = sorted((last_step, step))
+            detail = f"trained at {noun} {once} and again at {noun} {again}{in_shard}"
+            num_repeated = min(first + count, end) - first
+            found.repeated.append(Finding(slot, first, num_repeated, (once, again), detail))
+        num_new = first + count - max(first, end)
+        found.num_batches += max(0, num_new)
         if first + count > end:
-            end, last = first + count, step
-    if list(uses) != sorted(uses):
-        found.conflicts.append(f"{shard or f'slot {uses[0].slot}'}: the batches were not trained in their order")
+            end = first + count
+            last_step = step
+    if list(ranges) != sorted(ranges):
+        name = shard or f"slot {ranges[0].slot}"
+        found.conflicts.append(f"{name}: the batches were not trained in their order")
 
 
-def _compare_readings(state: State, found: Audit) -> None:
-    """Compare the batches that a step counts with those that its groups read for it, as far as known."""
+def _compare_readings(state: JobState, found: Audit) -> None:
+    """Compare the batches that a step counts with those that its groups read, as far as known."""
     if _reads_as_counted(state):
         return
+    noun = found.unit.noun
+    steps = (state.step,)
     counted = _batches_of(state.batches)
-    readers = Counter[tuple[int, int]]()
+    num_readers = Counter[tuple[int, int]]()
     for replica in sorted(state.read):
         read = _batches_read(state, replica)
-        readers.update(read)
+        num_readers.update(read)
         for slot, first, count in _ranges(read - counted):
-            wrong = Finding(slot, first, count, (state.step,), f"trained by group {replica}, not counted")
-            found.conflicts.append(f"{found.unit.noun} {state.step}: {wrong}")
-    for slot, first, count in _ranges({batch for batch, times in readers.items() if times > 1}):
-        detail = f"trained by several groups at {found.unit.noun} {state.step}"
-        found.repeated.append(Finding(slot, first, count, (state.step,), detail))
-    if state.participants and state.participants <= state.read.keys():
-        for slot, first, count in _ranges(counted - readers.keys()):
-            detail = f"counted at {found.unit.noun} {state.step}, but read by no group"
-            found.lost.append(Finding(slot, first, count, (state.step,), detail))
+            wrong = Finding(slot, first, count, steps, f"trained by group {replica}, not counted")
+            found.conflicts.append(f"{noun} {state.step}: {wrong}")
+    read_twice = {batch for batch, number in num_readers.items() if number > 1}
+    for slot, first, count in _ranges(read_twice):
+        detail = f"trained by several groups at {noun} {state.step}"
+        found.repeated.append(Finding(slot, first, count, steps, detail))
+    all_have_reported = bool(state.participants) and state.participants <= state.read.keys()
+    if all_have_reported:
+        for slot, first, count in _ranges(counted - num_readers.keys()):
+            detail = f"counted at {noun} {state.step}, but read by no group"
+            found.lost.append(Finding(slot, first, count, steps, detail))
             found.num_batches -= count
 
 
-def _reads_as_counted(state: State) -> bool:
-    """Return whether each participant read one slot's batches, as the step counts them, and no two the same slot's."""
+def _reads_as_counted(state: JobState) -> bool:
+    """Return whether each participant read the batches of one slot of its own, as the step counts.
+
+    This is true for nearly all steps, and much faster than the comparison of single batches.
+    """
     slots = set()
     for read in state.read.values():
         own = {(data.slot, data.first_batch, data.num_batches) for data in read}
@@ -405,29 +567,35 @@ def _reads_as_counted(state: State) -> bool:
         if state.batches.get(slot) != (first, count):
             return False
         slots.add(slot)
-    return len(slots) == len(state.read) == len(state.batches) and state.participants <= state.read.keys()
+    all_have_reported = state.participants <= state.read.keys()
+    return all_have_reported and len(slots) == len(state.read) == len(state.batches)
 
 
-def _batches_read(state: State, replica: int) -> set[tuple[int, int]]:
+def _batches_read(state: JobState, replica: int) -> set[tuple[int, int]]:
     """Return each (slot, batch) that a group read for a step."""
-    return {
-        (data.slot, batch)
-        for data in state.read.get(replica, ())
-        for batch in range(data.first_batch, data.first_batch + data.num_batches)
-    }
+    found: set[tuple[int, int]] = set()
+    for data in state.read.get(replica, ()):
+        end = data.first_batch + data.num_batches
+        found.update((data.slot, batch) for batch in range(data.first_batch, end))
+    return found
 
 
-def _batches_of(batches: Mapping[int, tuple[int, int]]) -> set[tuple[int, int]]:
-    """Return each (slot, batch) of first batches and numbers of batches by slot."""
-    return {(slot, batch) for slot, (first, count) in batches.items() for batch in range(first, first + count)}
+def _batches_of(ranges: Mapping[int, tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return each (slot, batch) of the first batch and the number of batches of each slot."""
+    found: set[tuple[int, int]] = set()
+    for slot, (first, count) in ranges.items():
+        found.update((slot, batch) for batch in range(first, first + count))
+    return found
 
 
 def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Fold (slot, batch) into (slot, first batch, number of batches)."""
     ranges: list[tuple[int, int, int]] = []
     for slot, batch in sorted(batches):
-        if ranges and ranges[-1][0] == slot and sum(ranges[-1][1:]) == batch:
-            ranges[-1] = (slot, ranges[-1][1], ranges[-1][2] + 1)
-        else:
-            ranges.append((slot, batch, 1))
+        if ranges:
+            last_slot, first, count = ranges[-1]
+            if slot == last_slot and batch == first + count:
+                ranges[-1] = (slot, first, count + 1)
+                continue
+        ranges.append((slot, batch, 1))
     return ranges

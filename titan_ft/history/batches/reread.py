@@ -41,7 +41,7 @@ class Shard:
 
 
 @dataclass(frozen=True, order=True)
-class Trained:
+class TrainedBatches:
     """Consecutive batches of a shard that were trained for one update, as batches of a slot."""
 
     first_batch: int
@@ -53,10 +53,10 @@ class Trained:
 
 
 @dataclass
-class History:
+class TrainedData:
     """What the events say of the data that a run trained."""
 
-    shards: dict[Shard, set[Trained]] = field(default_factory=lambda: defaultdict(set))
+    shards: dict[Shard, set[TrainedBatches]] = field(default_factory=lambda: defaultdict(set))
     readers: dict[int, WorkerStarted] = field(default_factory=dict)
     """By span: the start of a worker that read in it, which says the config."""
     unknown: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Reread:
     """What came of reading the data of a run again."""
 
     num_compared: int = 0
-    """Trained batches that were compared."""
+    """TrainedBatches batches that were compared."""
     num_shards: int = 0
     """That were read again."""
     differing: list[Finding] = field(default_factory=list)
@@ -87,9 +87,9 @@ class Reread:
         return decide(result)
 
 
-def collect(record: RunRecord) -> History:
+def collect(record: RunRecord) -> TrainedData:
     """Return the batches on the job's trajectory, by shard."""
-    found = History()
+    found = TrainedData()
     resets = find_resets(record)
     anew = {bisect_right(resets, event.time) for event in record.of(DataReset)}
     # After a change of the data, such as other batches, a loader goes on in the midst of them.
@@ -106,7 +106,7 @@ def _collect_process(
     resets: list[float],
     changed: set[int],
     settings: dict[int, Settings],
-    found: History,
+    found: TrainedData,
 ) -> None:
     started: WorkerStarted | None = None
     shards: dict[int, tuple[int, int]] = {}
@@ -130,7 +130,7 @@ def _collect_process(
                 _take(event, data, span, shards, process, found)
 
 
-def _is_comparable(span: int, started: WorkerStarted | None, settings: dict[int, Settings], found: History) -> bool:
+def _is_comparable(span: int, started: WorkerStarted | None, settings: dict[int, Settings], found: TrainedData) -> bool:
     """Tell whether a process read with the config that the data of its span are read again with."""
     if started is None or started.setup is None or started.arguments is None:
         return False
@@ -146,19 +146,23 @@ def _take(
     span: int,
     shards: dict[int, tuple[int, int]],
     process: ProcessHistory,
-    found: History,
+    found: TrainedData,
 ) -> None:
     if data.slot not in shards:
         text = f"nothing tells which shard of slot {data.slot} {process.name} read"
         found.unknown += [] if text in found.unknown else [text]
         return
     shard = Shard(span, *shards[data.slot])
-    trained = Trained(data.first_batch, data.num_batches, data.checksum, event.step, event.replica, data.slot)
+    trained = TrainedBatches(data.first_batch, data.num_batches, data.checksum, event.step, event.replica, data.slot)
     found.shards[shard].add(trained)
 
 
 def compare(
-    shard: Shard, trained: Iterable[Trained], batches: Iterator[T], extend: Callable[[T, str], str], result: Reread
+    shard: Shard,
+    trained: Iterable[TrainedBatches],
+    batches: Iterator[T],
+    extend: Callable[[T, str], str],
+    result: Reread,
 ) -> None:
     """Compare a shard with its batches, read in order from the first one; adds to `result`.
 
@@ -166,8 +170,8 @@ def compare(
         extend: returns the checksum (hex) of a batch behind others with the given one.
     """
     waiting = sorted(trained, reverse=True)
-    open_: list[tuple[Trained, str]] = []
-    wrong: list[Trained] = []
+    open_: list[tuple[TrainedBatches, str]] = []
+    wrong: list[TrainedBatches] = []
     number = 0
     while waiting or open_:
         batch = next(batches, None)
@@ -182,7 +186,7 @@ def compare(
         while waiting and waiting[-1].first_batch == number:
             open_.append((waiting.pop(), "0"))
         number += 1
-        still_open: list[tuple[Trained, str]] = []
+        still_open: list[tuple[TrainedBatches, str]] = []
         for each, former in open_:
             checksum = extend(batch, former)
             if each.first_batch + each.num_batches > number:
@@ -203,7 +207,7 @@ def compare(
         result.differing += _findings(shard, sorted(wrong))
 
 
-def _findings(shard: Shard, wrong: list[Trained]) -> Iterator[Finding]:
+def _findings(shard: Shard, wrong: list[TrainedBatches]) -> Iterator[Finding]:
     """Yield what differs, consecutive batches together."""
     place = 0
     while place < len(wrong):

@@ -1,14 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Promise 2: groups that made the same state hold the same bytes, or the difference was named and mended."""
+"""Promise 2: groups that made the same state hold the same bytes, or the difference was healed."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import dropwhile
+from typing import NamedTuple
 
 from titan_ft.history.checks.foundation import object_to_absence
-from titan_ft.history.digests import compare_digests
+from titan_ft.history.digests import DigestComparison, compare_digests
 from titan_ft.history.judgement import Judgement, count
 from titan_ft.history.record.run_record import ProcessHistory, RunRecord
 from titan_ft.history.record.usual_steps import UsualSteps
@@ -22,88 +22,165 @@ from titan_ft.run.events import (
     TrainingFinished,
 )
 
-Word = tuple[ProcessHistory, Event, str]
-"""A process, the event in which it wrote a digest, and the digest."""
+_StateOfRank = tuple[str, int]
+"""The lineage of a state and a rank: all groups must have the same digest of it."""
+
+
+class _WrittenDigest(NamedTuple):
+    """A digest, the process that wrote it, and the event that has it."""
+
+    process: ProcessHistory
+    event: Event
+    digest: str
 
 
 def check_digests(record: RunRecord, found: Judgement) -> None:
     """Compare the digests of each state, rank by rank.
 
-    A group whose digest differs must be named by a `digest_mismatch`, and heal or end before it contributes again. One
-    that died or left before the next exchange, in which it would have been named, harmed nobody, if others stayed.
+    A `digest_mismatch` must name each group whose digest differs. This group must heal or end before
+    it contributes again. A group that died or left before the next exchange was never named; it did
+    no harm if other groups stayed.
     """
-    table: dict[tuple[str, int], list[Word]] = defaultdict(list)
-    for process in record.processes:
-        for event in process.events:
-            if isinstance(event, (StepCommitted, TrainingFinished, Drained)) and event.digest and event.lineage:
-                table[event.lineage, process.rank].append((process, event, event.digest))
-    told = ((key, process.replica, digest) for key, words in table.items() for process, _, digest in words)
-    compared = compare_digests(told, record.num_usual_comparisons)
+    written = _collect_digests(record)
+    values = []
+    for key, digests in written.items():
+        values += [(key, each.process.replica, each.digest) for each in digests]
+    compared = compare_digests(values, record.num_usual_comparisons)
     for lineage, rank in sorted(compared.differing):
         step = record.commits_of[lineage][0].step if lineage in record.commits_of else 0
-        _judge_difference(record, table[lineage, rank], step, found)
-    final = _compare_ends(record, found)
-    digests = sum(len(table[key]) for key in compared.compared)
-    digests += sum(event.num_digests for event in record.of(UsualSteps))
-    states = len({lineage for lineage, _ in compared.compared})
-    states += sum(bool(first.digest) for first in record.firsts)
-    found.statement = (
-        f"{count(digests, 'digest')} of {count(states, 'state')} agree between groups, rank by rank{final}"
-    )
+        _judge_difference(record, written[lineage, rank], step, found)
+    finish = _compare_ends(record, found)
     if compared.differing:
-        found.statement = f"{len(compared.differing)} of {compared.num_compared} comparisons of digests differ{final}"
-    if not compared.num_compared and record.goes_on:
-        found.asked = False  # a sound run would be "unknown" until its first digest: 50 steps, as a rule
-        found.statement = "no digest of two groups yet (fault_tolerance.digest_every)"
-    elif not compared.num_compared:
-        found.unknown.append("no two groups have a digest of the same state (fault_tolerance.digest_every)")
-
-
-def _judge_difference(record: RunRecord, words: list[Word], step: int, found: Judgement) -> None:
-    """Object to digests of one state that differ, unless the differing groups were named, healed, or gone at once."""
-    named = {group for event in record.of(DigestMismatch) if event.step == step for group in event.minority}
-    noun = record.unit.noun
-    mended, left, kept = [], [], []
-    for process, event, digest in words:
-        after = _after(process, event)
-        if process.replica in named:
-            # Commits without its gradient spread no wrong bytes; from a heal on its state is the others'.
-            again = next((each for each in after if not isinstance(each, StepCommitted) or each.contributed), None)
-            if isinstance(again, StepCommitted | TrainingFinished):
-                text = f"contributed again without a heal, though its digest at {noun} {step} was found to differ"
-                object_to_absence(record, found, text, again)
-            mended.append(process.replica)
-        elif not after and not isinstance(event, TrainingFinished) and process.exit is not None:
-            left.append((process, digest))
-        else:
-            kept.append((process, digest))
-    if not kept:
-        kept, left = left, []
-    digests = {digest: process for process, digest in reversed(kept)}
-    if len(digests) > 1:
-        text = "; ".join(f"{process.name}: {digest}" for digest, process in digests.items())
-        text = f"digests of one state differ and no digest_mismatch names the group ({text})"
-        object_to_absence(record, found, text, words[0][1])
+        differ = f"{len(compared.differing)} of {compared.num_compared} comparisons of digests differ"
+        found.statement = f"{differ}{finish}"
+    else:
+        digests_of_states = _count_equal(record, written, compared)
+        found.statement = f"{digests_of_states} agree between groups, rank by rank{finish}"
+    if compared.num_compared:
         return
-    mended += [process.replica for process, digest in left if digest not in digests]
+    if record.goes_on:
+        # The first digest comes after 50 steps by default. A sound run must not be "unknown" until then.
+        found.asked = False
+        found.statement = "no digest of two groups yet (fault_tolerance.digest_every)"
+    else:
+        text = "no two groups have a digest of the same state (fault_tolerance.digest_every)"
+        found.unknown.append(text)
+
+
+def _collect_digests(record: RunRecord) -> dict[_StateOfRank, list[_WrittenDigest]]:
+    found: dict[_StateOfRank, list[_WrittenDigest]] = defaultdict(list)
+    for process in record.processes:
+        for event in process.events:
+            if not isinstance(event, (StepCommitted, TrainingFinished, Drained)):
+                continue
+            if event.digest and event.lineage:
+                written = _WrittenDigest(process, event, event.digest)
+                found[event.lineage, process.rank].append(written)
+    return found
+
+
+def _count_equal(
+    record: RunRecord,
+    written: dict[_StateOfRank, list[_WrittenDigest]],
+    compared: DigestComparison[_StateOfRank],
+) -> str:
+    """Return in words how many digests of how many states were compared, usual steps included."""
+    num_digests = sum(len(written[key]) for key in compared.compared)
+    num_digests += sum(event.num_digests for event in record.of(UsualSteps))
+    num_states = len({lineage for lineage, _ in compared.compared})
+    num_states += sum(bool(first.digest) for first in record.firsts)
+    return f"{count(num_digests, 'digest')} of {count(num_states, 'state')}"
+
+
+def _judge_difference(record: RunRecord, written: list[_WrittenDigest], step: int, found: Judgement) -> None:
+    """Object to different digests of one state.
+
+    The difference is no offence if the groups were named and healed, or were gone at once.
+
+    Args:
+        written: the digests of one rank, of all groups.
+    """
+    named: set[int] = set()
+    for mismatch in record.of(DigestMismatch):
+        if mismatch.step == step:
+            named.update(mismatch.minority)
+    mended: set[int] = set()
+    gone: list[_WrittenDigest] = []
+    stayed: list[_WrittenDigest] = []
+    for each in written:
+        if each.process.replica in named:
+            _object_to_contribution(record, each, step, found)
+            mended.add(each.process.replica)
+        elif _was_gone(each):
+            gone.append(each)
+        else:
+            stayed.append(each)
+    if not stayed:
+        # All groups are gone: compare these.
+        stayed, gone = gone, []
+    first_with: dict[str, ProcessHistory] = {}
+    for each in stayed:
+        first_with.setdefault(each.digest, each.process)
+    if len(first_with) > 1:
+        who = "; ".join(f"{process.name}: {digest}" for digest, process in first_with.items())
+        text = f"digests of one state differ and no digest_mismatch names the group ({who})"
+        object_to_absence(record, found, text, written[0].event)
+        return
+    mended.update(each.process.replica for each in gone if each.digest not in first_with)
     if mended:
-        who = ", ".join(map(str, sorted(set(mended))))
-        found.notes.append(f"{noun} {step}: the digest of group {who} differed; it was named, and healed or ended")
+        groups = ", ".join(map(str, sorted(mended)))
+        what = f"the digest of group {groups} differed; it was named, and healed or ended"
+        found.notes.append(f"{record.unit.noun} {step}: {what}")
 
 
-def _after(process: ProcessHistory, event: Event) -> list[StepCommitted | HealFinished | TrainingFinished]:
-    """Return what the process did after an event, other than with the differing state itself."""
-    rest = list(dropwhile(lambda each: each is not event, process.events))[1:]
-    return [each for each in rest if isinstance(each, StepCommitted | HealFinished | TrainingFinished)]
+def _object_to_contribution(record: RunRecord, written: _WrittenDigest, step: int, found: Judgement) -> None:
+    """Object to a named group that contributed again before it healed or ended."""
+    for event in _events_after(written):
+        if isinstance(event, HealFinished):
+            return
+        if isinstance(event, StepCommitted) and not event.contributed:
+            continue  # a commit without this group's gradient spreads no wrong bytes
+        what = f"its digest at {record.unit.noun} {step} was found to differ"
+        text = f"contributed again without a heal, though {what}"
+        object_to_absence(record, found, text, event)
+        return
+
+
+def _was_gone(written: _WrittenDigest) -> bool:
+    """Return whether the process ended before it did anything else with its state."""
+    if isinstance(written.event, TrainingFinished) or written.process.exit is None:
+        return False
+    return not _events_after(written)
+
+
+def _events_after(
+    written: _WrittenDigest,
+) -> list[StepCommitted | HealFinished | TrainingFinished]:
+    """Return the commits, the heals and the finish of the process after it wrote a digest."""
+    found: list[StepCommitted | HealFinished | TrainingFinished] = []
+    is_after = False
+    for event in written.process.events:
+        if is_after and isinstance(event, StepCommitted | HealFinished | TrainingFinished):
+            found.append(event)
+        if event is written.event:
+            is_after = True
+    return found
 
 
 def _compare_ends(record: RunRecord, found: Judgement) -> str:
-    """Check that the groups finished with one state; return a clause about it."""
+    """Check that the groups finished with one state; return a clause about this state."""
     since = max((event.time for event in record.of(LaunchStarted)), default=0.0)
-    last = {(event.replica, event.rank): event for event in record.of(TrainingFinished) if event.time >= since}
-    ends = {event.lineage: event for event in last.values()}
-    if len(ends) > 1:
-        states = ", ".join(f"{record.unit.noun} {event.step} ({lineage})" for lineage, event in ends.items())
-        found.object_to(f"groups finished with different states: {states}", next(reversed(last.values())))
-    groups = len({replica for replica, _ in last})
-    return f"; {count(groups, 'group')} finished, with one state" if len(ends) == 1 else ""
+    last_of: dict[tuple[int, int], TrainingFinished] = {}
+    for event in record.of(TrainingFinished):
+        if event.time >= since:
+            last_of[event.replica, event.rank] = event
+    end_of = {event.lineage: event for event in last_of.values()}
+    if len(end_of) > 1:
+        noun = record.unit.noun
+        states = [f"{noun} {event.step} ({lineage})" for lineage, event in end_of.items()]
+        text = f"groups finished with different states: {', '.join(states)}"
+        found.object_to(text, list(last_of.values())[-1])
+    if len(end_of) != 1:
+        return ""
+    num_groups = len({replica for replica, _ in last_of})
+    return f"; {count(num_groups, 'group')} finished, with one state"

@@ -1,6 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Check what the other checkers rest on: that the history is whole, and that its clocks can be believed."""
+"""The basis of all other checkers: the history is whole, and its clocks can be believed.
+
+`titan_ft.history.check` judges both as rows of their own. The other checkers call `find_gaps` and
+`object_to_absence`, because a missing event proves nothing on a full disk. See docs/observing.md,
+"What is missing is visible".
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from itertools import pairwise
 from titan_ft.history.judgement import Judgement, count
 from titan_ft.history.outcomes.outcome import find_outcome
 from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
-from titan_ft.history.record.trajectory import ROOT, State
+from titan_ft.history.record.trajectory import ROOT, JobState
 from titan_ft.run.events import (
     CheckpointLoaded,
     Drained,
@@ -26,98 +31,116 @@ from titan_ft.run.events import (
 )
 
 TOLERANCE_SECONDS = 1.0
-"""What a wall clock may gain or lose between two events, as one that is disciplined by NTP does."""
+"""A wall clock that NTP disciplines may gain or lose this much between two events."""
 
 
 @view
 def find_gaps(record: RunRecord) -> list[str]:
-    """Return, in words, which events are missing because they could not be written.
+    """Return, in words, the events that are missing because they could not be written.
 
-    A process on a full disk keeps its events in memory. Beyond a limit it drops them, which it says later; a SIGKILL
-    takes them all. Then its file is cut, unless the storage was so far gone that nothing could be changed there. What
-    other groups tell of the steps that it made is left then.
+    A process on a full disk keeps its events in memory. Beyond a limit it drops events and reports
+    this later (`EventsDropped`). A SIGKILL takes all events that wait; then the file has no newline
+    at its end (`RunRecord.cut`). If the storage was too broken even for that, the missing events show
+    only by steps that other groups or ranks report.
     """
     gaps = [_name_dropped(event) for event in record.of(EventsDropped)]
-    gaps += [
-        f"the last events of {name} are missing: they waited for room on the disk when its process ended"
-        for name in record.cut
-    ]
-    return [*gaps, *_unseen_steps(record), *_unseen_by_rank(record)]
+    for name in record.cut:
+        why = "they waited for room on the disk when its process ended"
+        gaps.append(f"the last events of {name} are missing: {why}")
+    return [*gaps, *_find_unreported_steps(record), *_find_steps_unreported_by_rank(record)]
 
 
 def _name_dropped(event: EventsDropped) -> str:
     who = "the launcher" if event.replica is None else f"group {event.replica}"
     if event.rank is not None:
         who += f", rank {event.rank}"
-    kinds = ", ".join(f"{number} {name}" for name, number in event.kinds.items())
     number = "some events" if event.events is None else count(event.events, "event")
-    return f"{number} of {who} were dropped{f' ({kinds})' if kinds else ''}: {event.error}"
+    kinds = ", ".join(f"{number_of} {name}" for name, number_of in event.kinds.items())
+    in_brackets = f" ({kinds})" if kinds else ""
+    return f"{number} of {who} were dropped{in_brackets}: {event.error}"
 
 
-def _unseen_steps(record: RunRecord) -> list[str]:
-    """Name steps in a row that a group took part in, and that none of its events tells of.
+def _find_unreported_steps(record: RunRecord) -> list[str]:
+    """Return the rows of steps that a group took part in and that none of its events reports.
 
-    One such step is usual: the group died after the exchange and before its event. Of a second one it would have told.
+    One such step proves nothing: the group died between the exchange and its event. Before a second
+    step it would have written the event of the first.
     """
-    told: dict[int, set[str]] = defaultdict(set)
+    reported: dict[int, set[str]] = defaultdict(set)
     for commit in record.of(StepCommitted):
-        told[commit.replica].add(commit.lineage)
+        reported[commit.replica].add(commit.lineage)
     starts: dict[int, list[float]] = defaultdict(list)
     for event in record.of(WorkerStarted):
         starts[event.replica].append(event.time)
-    rows: dict[int, list[list[State]]] = defaultdict(list)
-    before: dict[int, State] = {}
+    rows: dict[int, list[list[JobState]]] = defaultdict(list)
+    last_missing: dict[int, JobState] = {}
     for state in record.chain:
-        if not before and state.lineage in record.usual:
-            continue  # all participants of a usual step told of it
-        for replica in state.participants & told.keys():
-            if state.lineage in told[replica] or state.lineage in record.usual:
-                before.pop(replica, None)
+        # All participants of a usual step have reported it.
+        is_usual = state.lineage in record.usual
+        if is_usual and not last_missing:
+            continue
+        for replica in state.participants & reported.keys():
+            if is_usual or state.lineage in reported[replica]:
+                last_missing.pop(replica, None)
                 continue
-            last = before.get(replica)
-            if last is None or any(last.time <= start <= state.time for start in starts[replica]):
+            last = last_missing.get(replica)
+            if last is None or _has_started(starts[replica], last.time, state.time):
                 rows[replica].append([])
             rows[replica][-1].append(state)
-            before[replica] = state
-    return [
-        f"group {replica} took part in {record.unit.noun}s {row[0].step} to {row[-1].step}, and no event of it says so"
-        for replica, its in sorted(rows.items())
-        for row in its
-        if len(row) > 1
-    ]
+            last_missing[replica] = state
+    found = []
+    for replica, rows_of_group in sorted(rows.items()):
+        for row in rows_of_group:
+            if len(row) > 1:
+                steps = f"{record.unit.noun}s {row[0].step} to {row[-1].step}"
+                found.append(f"group {replica} took part in {steps}, and no event of it says so")
+    return found
 
 
-def _unseen_by_rank(record: RunRecord) -> list[str]:
-    """Name ranks that do not tell of several steps that other ranks of their group have made with them."""
+def _has_started(starts: list[float], begin: float, end: float) -> bool:
+    """Return whether a group was started again within a time."""
+    return any(begin <= start <= end for start in starts)
+
+
+def _find_steps_unreported_by_rank(record: RunRecord) -> list[str]:
+    """Return the ranks that did not report several steps which other ranks of their group reported."""
     attempts: dict[tuple[int, int, int], list[ProcessHistory]] = defaultdict(list)
     launches = [event.time for event in record.of(LaunchStarted)]
     for process in record.processes:
-        # Attempts are counted anew in each launch, and a resume may give a group fewer ranks.
+        # Each launch counts attempts from 0, and a resume may give a group fewer ranks: without the
+        # number of the launch, ranks that no longer exist would seem to be silent.
         launch = bisect_right(launches, process.events[0].time)
         attempts[launch, process.replica, process.attempt].append(process)
     found = []
     for (_, replica, attempt), processes in attempts.items():
-        if len({process.rank for process in processes}) == 1:
-            continue
         made: dict[int, set[str]] = defaultdict(set)
         for process in processes:
             made[process.rank].update(commit.lineage for commit in process.commits())
-        together = set().union(*made.values())
+        if len(made) == 1:
+            continue
+        made_by_any = set().union(*made.values())
         for rank, own in made.items():
-            missing = len(together - own)
-            if missing > 1:
+            num_missing = len(made_by_any - own)
+            if num_missing > 1:
                 who = f"group {replica}, attempt {attempt}, rank {rank}"
-                found.append(f"{who} tells nothing of {record.unit.count(missing)} that other ranks of its group made")
+                steps = record.unit.count(num_missing)
+                found.append(f"{who} tells nothing of {steps} that other ranks of its group made")
     return found
 
 
 def object_to_absence(record: RunRecord, found: Judgement, text: str, event: Event | None = None) -> None:
-    """Object to what no event tells of. Where events are missing it may have been among them, and is unknown."""
-    if find_gaps(record):
-        where = "" if event is None or event.replica is None else f"group {event.replica}: "
-        found.unknown.append(f"{where}{text}, unless an event that is missing says so")
-    else:
+    """Object to something that no event reports.
+
+    If events are missing, the report may have been among them. Then the text is a reason for
+    "unknown" and no offence.
+    """
+    if not find_gaps(record):
         found.object_to(text, event)
+        return
+    where = ""
+    if event is not None and event.replica is not None:
+        where = f"group {event.replica}: "
+    found.unknown.append(f"{where}{text}, unless an event that is missing says so")
 
 
 def check_whole(record: RunRecord, found: Judgement) -> None:
@@ -132,58 +155,81 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
         found.unknown.append(f"no event tells of a committed {record.unit.noun}")
         return
     _check_end(record, found)
-    begun = {(event.pid, event.replica) for event in record.of(WorkerStarted)}
+    started = {(event.pid, event.replica) for event in record.of(WorkerStarted)}
     for process in record.processes:
-        if (process.pid, process.replica) not in begun:
+        if (process.pid, process.replica) not in started:
             found.unknown.append(f"the history is cut: the first events of {process.name} are missing")
-    first = record.chain[0]
-    loaded = {event.lineage for event in record.of(CheckpointLoaded)}
-    if first.parent != ROOT and first.parent not in loaded:
-        state = f"the state before {record.unit.noun} {first.step}"
-        found.unknown.append(f"the history is cut: no event tells how {state} was made")
-    elif first.parent == ROOT and first.step != 1:
-        found.notes.append(f"the first {record.unit.noun} is {first.step}")
-    known = {process.replica for process in record.processes}
-    silent = sorted({slot for point in record.curve for slot in point.event.participants} - known)
+    _check_first_state(record, found)
+    participants: set[int] = set()
+    for point in record.curve:
+        participants.update(point.event.participants)
+    silent = sorted(participants - {process.replica for process in record.processes})
     if silent:
         who = f"groups {silent} took part in {record.unit.noun}s"
         found.unknown.append(f"the history is cut: {who} and have no events of their own")
 
 
+def _check_first_state(record: RunRecord, found: Judgement) -> None:
+    """Check that the trajectory begins with step 1, or with a checkpoint that was loaded."""
+    noun = record.unit.noun
+    first = record.chain[0]
+    loaded = {event.lineage for event in record.of(CheckpointLoaded)}
+    if first.parent != ROOT:
+        if first.parent not in loaded:
+            state = f"the state before {noun} {first.step}"
+            found.unknown.append(f"the history is cut: no event tells how {state} was made")
+    elif first.step != 1:
+        found.notes.append(f"the first {noun} is {first.step}")
+
+
 def _check_end(record: RunRecord, found: Judgement) -> None:
-    """Find out whether the end of the run is in the history; of one that goes on it cannot be."""
-    if record.goes_on:
-        pass
-    elif record.of(LaunchStarted):
-        if record.launch_end is None:
-            found.unknown.append("the history is cut: the launch did not end (no launch_finished)")
-        elif not record.of(TrainingFinished, Drained) and record.of(LaunchFinished)[-1].code == 0:
-            found.unknown.append("the history is cut: the launch ended well, and no group tells that it finished")
-    else:
-        last = {(process.replica, process.rank): process for process in record.processes}
-        lost = {group.slot for group in find_outcome(record).lost}  # promise 8 asks whether anybody says so
-        running = sorted({process.replica for process in last.values() if not process.ended_in_order} - lost)
-        if running:
-            found.unknown.append(f"the history is cut: groups {running} neither finished nor left")
+    """Check that the end of the run is in the history, unless the run goes on."""
+    has_launcher = bool(record.of(LaunchStarted))
+    if not record.goes_on and has_launcher:
+        _check_end_of_launch(record, found)
+    elif not record.goes_on:
+        _check_end_of_groups(record, found)
     for process in record.processes:
         exit = process.exit
         if not isinstance(exit, WorkerExited) or exit.code != 0 or exit.error is not None:
             continue
         if not exit.stopped and not process.ended_in_order:
-            found.unknown.append(f"the history is cut: {process.name} ended well, and its last events are missing")
+            what = f"{process.name} ended well, and its last events are missing"
+            found.unknown.append(f"the history is cut: {what}")
+
+
+def _check_end_of_launch(record: RunRecord, found: Judgement) -> None:
+    if record.launch_end is None:
+        found.unknown.append("the history is cut: the launch did not end (no launch_finished)")
+        return
+    some_group_finished = bool(record.of(TrainingFinished, Drained))
+    if not some_group_finished and record.of(LaunchFinished)[-1].code == 0:
+        what = "the launch ended well, and no group tells that it finished"
+        found.unknown.append(f"the history is cut: {what}")
+
+
+def _check_end_of_groups(record: RunRecord, found: Judgement) -> None:
+    """Check that each group of a run without a launcher finished or left."""
+    last_of = {(process.replica, process.rank): process for process in record.processes}
+    without_end = {process.replica for process in last_of.values() if not process.ended_in_order}
+    # Promise 8 asks whether an event names the lost groups.
+    lost = {group.slot for group in find_outcome(record).lost}
+    running = sorted(without_end - lost)
+    if running:
+        found.unknown.append(f"the history is cut: groups {running} neither finished nor left")
 
 
 def check_clock(record: RunRecord, found: Judgement) -> None:
     """Check that each host's wall clock advanced as its monotonic clock did."""
     jumps = clock_jumps(record)
-    found.statement = f"{count(len(_by_host(record)), 'clock')} advanced evenly"
+    found.statement = f"{count(len(_by_clock(record)), 'clock')} advanced evenly"
     if jumps:
-        found.statement = f"wall clocks jumped {count(len(jumps), 'time')}: what rests on times is unknown"
+        times = count(len(jumps), "time")
+        found.statement = f"wall clocks jumped {times}: what rests on times is unknown"
     for event, seconds in jumps:
         way = "forward" if seconds > 0 else "back"
-        found.object_to(
-            f"the wall clock was {abs(seconds):.1f} s further {way} than before, as its process saw it", event
-        )
+        moved = f"{abs(seconds):.1f} s further {way} than before"
+        found.object_to(f"the wall clock was {moved}, as its process saw it", event)
     if not record.events:
         found.unknown.append("there are no events")
 
@@ -192,7 +238,7 @@ def check_clock(record: RunRecord, found: Judgement) -> None:
 def clock_jumps(record: RunRecord) -> list[tuple[Event, float]]:
     """Return each event before which its host's wall clock was set, and by how many seconds."""
     jumps = []
-    for events in _by_host(record).values():
+    for events in _by_clock(record).values():
         for before, after in pairwise(events):
             seconds = (after.time - before.time) - (after.mono - before.mono)
             if abs(seconds) > TOLERANCE_SECONDS:
@@ -201,15 +247,22 @@ def clock_jumps(record: RunRecord) -> list[tuple[Event, float]]:
 
 
 @view
-def _by_host(record: RunRecord) -> dict[object, list[Event]]:
-    """Return the events that share a monotonic clock, in its order: those of one host, or of one process."""
+def _by_clock(record: RunRecord) -> dict[object, list[Event]]:
+    """Return the events that share a monotonic clock, in the order of this clock.
+
+    All processes of a host share its clock. If the host of a process is unknown, its events stand
+    alone: a comparison with another host's clock would show a jump that never was.
+    """
     host_of = {event.pid: event.host for event in record.of(WorkerStarted)}
-    known = set(host_of.values())
-    only = known.pop() if len(known) == 1 else None
+    hosts = set(host_of.values())
+    only_host = hosts.pop() if len(hosts) == 1 else None
     found: dict[object, list[Event]] = defaultdict(list)
     for event in record.written:
-        host = host_of.get(event.pid, only)
-        found[host or (event.pid, event.replica, event.rank, event.attempt)].append(event)
+        host = host_of.get(event.pid, only_host)
+        if host:
+            found[host].append(event)
+        else:
+            found[event.pid, event.replica, event.rank, event.attempt].append(event)
     for events in found.values():
         events.sort(key=lambda event: event.mono)
     return found

@@ -1,6 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Promise 4: a failure makes no survivor compute a batch twice, or skip a step; nothing is made again and again."""
+"""Promise 4: a failure makes no survivor compute a batch twice, or skip a step.
+
+Steps that are made again because all groups were lost break no promise. Steps that are made again
+and again do (`titan_ft.history.timing.rework`). See docs/guarantees.md.
+"""
 
 from __future__ import annotations
 
@@ -23,144 +27,204 @@ from titan_ft.run.events import (
 )
 
 _LOSES_STATE = (*Healed, EventsDropped)
-"""After these a process may go on from any state, or its events do not tell from which."""
+"""After these events the next state of a process need not follow from its last one.
+
+Either the process took another state, or the events that would say so are missing.
+"""
 
 
 def check_work(record: RunRecord, found: Judgement) -> None:
-    """Check the commits of each process: each goes on from the one before, one forward pass for each batch.
-
-    Steps that are made again because all groups were lost break nothing by themselves; again and again they do.
-    """
-    rework = find_rework(record)
-    found.reservation = rework.describe()
-    if find_gaps(record):  # the reason may be missing
-        found.unknown += [text for _, text in rework.offences]
-    else:
-        found.offences += [Offence(text, time=setback.time, step=setback.step) for setback, text in rework.offences]
-    passes = 0
+    """Check that each process commits in order, with one forward pass for each batch."""
+    _check_rework(record, found)
+    num_passes = 0
+    num_healed_alive = 0
     wasted = Counter[str]()
+    short_rounds: list[str] = []
     for process in record.processes:
-        passes += _check_passes(process, found)
+        num_passes += _check_passes(process, found)
         _check_order(process, record, found)
-        wasted += _count_wasted(process, record, found)
-    commits = len(record.of(StepCommitted)) + record.num_omitted
-    found.statement = f"{count(commits, 'commit')} in order, {_passes(passes)}, one a batch"
-    found.notes += [f"{_passes(number_of)} wasted: {why}" for why, number_of in wasted.items()]
-    behind = sum(_fell_behind(process) for process in record.processes)
-    if behind:
-        found.notes.append(f"{count(behind, 'time')} a rank fell behind and healed while it lived")
-    fewer = [text for process in record.processes if process.rank == 0 for text in _skipped_steps(process, record)]
-    if fewer:
-        found.notes.append(f"fewer steps in a round than it has, by a group that had not healed: {'; '.join(fewer)}")
-    if not commits:
+        wasted += _WastedPasses(process, record, found).count()
+        num_healed_alive += _count_heals_alive(process)
+        if process.rank == 0:
+            short_rounds += _find_short_rounds(process, record)
+    num_commits = len(record.of(StepCommitted)) + record.num_omitted
+    commits = count(num_commits, "commit")
+    found.statement = f"{commits} in order, {_passes(num_passes)}, one a batch"
+    for why, number in wasted.items():
+        found.notes.append(f"{_passes(number)} wasted: {why}")
+    if num_healed_alive:
+        found.notes.append(f"{count(num_healed_alive, 'time')} a rank fell behind and healed while it lived")
+    if short_rounds:
+        who = "by a group that had not healed"
+        found.notes.append(f"fewer steps in a round than it has, {who}: {'; '.join(short_rounds)}")
+    if not num_commits:
         found.unknown.append(f"no event tells of a committed {record.unit.noun}")
 
 
+def _check_rework(record: RunRecord, found: Judgement) -> None:
+    """Object to steps that were made again and again."""
+    rework = find_rework(record)
+    found.reservation = rework.describe()
+    history_has_gaps = bool(find_gaps(record))
+    for setback, text in rework.offences:
+        if history_has_gaps:
+            # The event that explains the setback may be missing.
+            found.unknown.append(text)
+        else:
+            found.offences.append(Offence(text, time=setback.time, step=setback.step))
+
+
 def _check_passes(process: ProcessHistory, found: Judgement) -> int:
-    """Object to commits with other than one forward pass for each batch that was read; return the passes."""
-    total = sum(event.forward_passes for event in process.events if isinstance(event, UsualSteps))
-    for event in process.commits():
-        passes = event.forward_passes
-        total += passes
-        read = sum(data.num_batches for data in event.readings())
-        if passes != read:
-            found.object_to(f"{_passes(passes)} for {count(read, 'batch', 'batches')}", event)
+    """Object to commits without exactly one forward pass for each batch.
+
+    Returns:
+        The number of forward passes.
+    """
+    total = 0
+    for event in process.events:
+        if isinstance(event, UsualSteps):
+            total += event.forward_passes
+        elif isinstance(event, StepCommitted):
+            passes = event.forward_passes
+            total += passes
+            num_read = sum(data.num_batches for data in event.readings())
+            if passes != num_read:
+                batches = count(num_read, "batch", "batches")
+                found.object_to(f"{_passes(passes)} for {batches}", event)
     return total
 
 
 def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -> None:
-    """Object to a commit that does not go on from the state that the process held.
-
-    A state without any event is missing from the history: who made it is unknown.
-    """
+    """Object to a commit that does not continue from the state that the process held."""
     noun = record.unit.noun
     held: StepCommitted | UsualSteps | None = None
-    # It may go on from any state that it got in the meantime, or in a part of its events that is missing.
-    free = not any(isinstance(event, WorkerStarted) for event in process.events)
+    # The first events of a process may be missing, and its heal among them.
+    may_hold_any_state = not any(isinstance(event, WorkerStarted) for event in process.events)
     for event in process.events:
-        if isinstance(event, (StepCommitted, UsualSteps)):
-            parent = event.parent
-            known = parent == ROOT or parent in record.states
-            if not known and not free and (held is None or parent != held.lineage):
-                found.unknown.append(f"the history is cut: no event of {process.name} before {noun} {event.step}")
-            elif not free and held is None and parent != ROOT:
-                found.object_to(
-                    f"its first commit changes the state {parent}, which it did not get from anybody", event
-                )
-            elif not free and held is not None and parent != held.lineage:
+        if isinstance(event, _LOSES_STATE):
+            may_hold_any_state = True
+            continue
+        if not isinstance(event, (StepCommitted, UsualSteps)):
+            continue
+        parent = event.parent
+        if not may_hold_any_state:
+            follows_held = held is not None and parent == held.lineage
+            # A state without any event is missing from the history: its maker is unknown.
+            is_missing = parent != ROOT and parent not in record.states
+            if not follows_held and is_missing:
+                text = f"no event of {process.name} before {noun} {event.step}"
+                found.unknown.append(f"the history is cut: {text}")
+            elif held is None and parent != ROOT:
+                text = f"its first commit changes the state {parent}"
+                found.object_to(f"{text}, which it did not get from anybody", event)
+            elif held is not None and not follows_held:
                 before = f"{held.lineage} ({noun} {held.step})"
-                text = f"goes on from the state {parent}; it held {before}, and did not heal between"
-                found.object_to(text, event)
-            held, free = event, False
-        elif isinstance(event, _LOSES_STATE):
-            free = True
+                text = f"goes on from the state {parent}; it held {before}"
+                found.object_to(f"{text}, and did not heal between", event)
+        held = event
+        may_hold_any_state = False
 
 
-def _skipped_steps(process: ProcessHistory, record: RunRecord) -> Iterator[str]:
-    """Yield the rounds for which a process made fewer steps although it held the state since the round before.
+def _find_short_rounds(process: ProcessHistory, record: RunRecord) -> Iterator[str]:
+    """Yield the rounds for which a process made too few steps although it held the state before.
 
-    Who has healed joins in the midst of a round. Who comes so late to a round that the others are at its end skips it.
+    A group that healed joins in the midst of a round, and makes fewer steps in order. A group that
+    reaches a round when the others are at its end skips the round: that is worth a note.
     """
-    holds = False
+    held_state = False
     unit = record.unit
     for event in process.events:
-        if isinstance(event, StepCommitted):
-            if holds and event.inner_steps is not None and event.inner_steps < unit.steps:
-                length = unit.step_after(event.step) - unit.step_after(event.step - 1)
-                if event.inner_steps < length:  # the last round may be shorter
-                    yield f"group {event.replica} made {event.inner_steps} of {length} of round {event.step}"
-            holds = True
-        elif isinstance(event, _LOSES_STATE):
-            holds = False
+        if isinstance(event, _LOSES_STATE):
+            held_state = False
+        elif isinstance(event, StepCommitted):
+            made = event.inner_steps
+            # The last round of the training may be shorter.
+            length = unit.step_after(event.step) - unit.step_after(event.step - 1)
+            if held_state and made is not None and made < length:
+                yield f"group {event.replica} made {made} of {length} of round {event.step}"
+            held_state = True
 
 
-def _fell_behind(process: ProcessHistory) -> int:
-    """Return how often a process that had committed healed: its gradients of the step under way were thrown away."""
-    first = next(process.commits(), None)
-    if first is None:
-        return 0
-    return sum(isinstance(event, HealFinished) and event.mono >= first.mono for event in process.events)
+def _count_heals_alive(process: ProcessHistory) -> int:
+    """Return how often a process healed after its first commit.
 
-
-def _count_wasted(process: ProcessHistory, record: RunRecord, found: Judgement) -> Counter[str]:
-    """Return the forward passes of a process that are not in the trajectory, by reason; object to those without one.
-
-    A batch whose first computation counted, and which was computed again, is left to the audit.
+    Its gradients of the step under way were thrown away each time.
     """
-    wasted = Counter[str]()
-    void: dict[tuple[int, int], str | None] = {}  # (slot, first batch) -> why its first computation does not count
-    excluded: set[int] = set()
-    was_cut = False  # what excluded the gradients of the next step may be among the events that are missing
-    on_chain, states = record.on_chain, record.states
+    number = 0
+    first_commit: StepCommitted | None = None
     for event in process.events:
-        if isinstance(event, StepCommitted):
-            counted = event.contributed and event.lineage in on_chain
-            batches = states[event.lineage].batches
-            for data in event.readings():
-                slot, first = data.slot, data.first_batch
-                if (slot, first) in void:
-                    why = void.pop((slot, first))
-                    if why is None:
-                        found.object_to(f"computed batch {first} of slot {slot} again", event)
-                    else:
-                        wasted[why] += data.num_batches
-                if not counted or slot not in batches:
-                    void[slot, first] = _why_void(process.replica in excluded, was_cut)
-            excluded, was_cut = set(), False
-        elif isinstance(event, EventsDropped):
-            void, excluded, was_cut = {}, set(), True
-        elif isinstance(event, (FaultInjected, *Healed)):
-            void = {batch: why or f"{record.unit.noun}s that were thrown away" for batch, why in void.items()}
-        elif isinstance(event, GradientExcluded):
-            excluded = set(event.slots)
-    return wasted
+        if isinstance(event, StepCommitted) and first_commit is None:
+            first_commit = event
+        elif isinstance(event, HealFinished) and first_commit is not None:
+            number += 1
+    return number
 
 
-def _why_void(is_excluded: bool, was_cut: bool) -> str | None:
-    """Return why the gradients of a step are not in it, if the events say so."""
-    if is_excluded:
-        return "gradients that were not finite"
-    return "events that are missing may say why" if was_cut else None
+class _WastedPasses:
+    """Counts the forward passes of a process that are not in the trajectory, by reason.
+
+    A batch that was computed again needs a reason; without one the checker objects. If the first
+    computation counted as well, the batch is a repetition, and the audit of the batches finds it.
+
+    `check_work` makes one for each process and calls `count` once.
+    """
+
+    def __init__(self, process: ProcessHistory, record: RunRecord, found: Judgement) -> None:
+        self._process = process
+        self._record = record
+        self._found = found
+        self._wasted = Counter[str]()
+        self._void: dict[tuple[int, int], str | None] = {}
+        """(slot, first batch) of each void computation, and its reason; None without a reason."""
+        self._excluded_slots: set[int] = set()
+        """The slots whose gradients the step under way leaves out."""
+        self._is_cut = False
+        """True if events since the last commit are missing, perhaps with the reason."""
+
+    def count(self) -> Counter[str]:
+        for event in self._process.events:
+            if isinstance(event, StepCommitted):
+                self._take_commit(event)
+            elif isinstance(event, EventsDropped):
+                self._void.clear()
+                self._excluded_slots = set()
+                self._is_cut = True
+            elif isinstance(event, (FaultInjected, *Healed)):
+                reason = f"{self._record.unit.noun}s that were thrown away"
+                for batch, known_reason in self._void.items():
+                    self._void[batch] = known_reason or reason
+            elif isinstance(event, GradientExcluded):
+                self._excluded_slots = set(event.slots)
+        return self._wasted
+
+    def _take_commit(self, event: StepCommitted) -> None:
+        is_on_chain = event.contributed and event.lineage in self._record.on_chain
+        batches = self._record.states[event.lineage].batches
+        for data in event.readings():
+            batch = (data.slot, data.first_batch)
+            if batch in self._void:
+                self._waste(batch, data.num_batches, event)
+            if not is_on_chain or data.slot not in batches:
+                self._void[batch] = self._why_void()
+        self._excluded_slots = set()
+        self._is_cut = False
+
+    def _waste(self, batch: tuple[int, int], num_batches: int, event: StepCommitted) -> None:
+        """Count the void computation of a batch that was computed again now."""
+        reason = self._void.pop(batch)
+        if reason is None:
+            slot, first = batch
+            self._found.object_to(f"computed batch {first} of slot {slot} again", event)
+        else:
+            self._wasted[reason] += num_batches
+
+    def _why_void(self) -> str | None:
+        """Return why the gradients of a step do not count, if the events say so."""
+        if self._process.replica in self._excluded_slots:
+            return "gradients that were not finite"
+        if self._is_cut:
+            return "events that are missing may say why"
+        return None
 
 
 def _passes(value: int) -> str:

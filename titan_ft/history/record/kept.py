@@ -82,7 +82,7 @@ class _Chunk(msgspec.Struct):
     alike: list[int]
 
 
-class _Kept(msgspec.Struct):
+class _KeptRun(msgspec.Struct):
     """What is kept of a run, or was reduced just now."""
 
     sources: dict[str, _Source]
@@ -93,7 +93,7 @@ class _Kept(msgspec.Struct):
     inode: int = 0  # of the file
 
 
-class _Head(msgspec.Struct):
+class _VersionHeader(msgspec.Struct):
     """Stands alone before the rest, which only the same version can read."""
 
     version: str
@@ -141,7 +141,7 @@ def read_reduced(folder: Path) -> tuple[Reduction, list[str]]:
     return Reduction([*kept.events, *later], kept.firsts), cut
 
 
-def _bring_up_to_date(folder: Path, *, with_events: bool = True) -> _Kept | None:
+def _bring_up_to_date(folder: Path, *, with_events: bool = True) -> _KeptRun | None:
     """Return what is kept, with what came since if that is much; None for a run with few events.
 
     Args:
@@ -164,7 +164,7 @@ def _bring_up_to_date(folder: Path, *, with_events: bool = True) -> _Kept | None
     return found
 
 
-def _reduce(paths: list[Path], kept: _Kept | None) -> _Kept:
+def _reduce(paths: list[Path], kept: _KeptRun | None) -> _KeptRun:
     """Reduce what the files hold beyond what is kept already; all of it anew if training went back over that."""
     known = {} if kept is None else kept.sources
     # A file that is read early lacks what one that is read late has, such as the fault that is felt there.
@@ -187,14 +187,14 @@ def _reduce(paths: list[Path], kept: _Kept | None) -> _Kept:
         for path, place in places.items():
             is_all = path.stat().st_size == place.num_bytes
             sources[path.name] = _Source(place, modified[path] if is_all else 0)
-        return _Kept(sources, reducer.memory, found.events, found.firsts, num_bytes, inode)
+        return _KeptRun(sources, reducer.memory, found.events, found.firsts, num_bytes, inode)
 
 
 def _copy(source: _Source | None) -> Place:
     return Place() if source is None else msgspec.structs.replace(source.place)
 
 
-def _load(folder: Path, *, with_events: bool = True) -> _Kept | None:
+def _load(folder: Path, *, with_events: bool = True) -> _KeptRun | None:
     """Return what is kept, if it can be relied on."""
     try:
         with (folder / FILE).open("rb") as file:
@@ -209,7 +209,7 @@ def _load(folder: Path, *, with_events: bool = True) -> _Kept | None:
             return None
         num_bytes = len(_head()) + len(frames) * _NUM_NUMBERS * _NUMBER_BYTES
         num_bytes += sum(len(each) for frame in frames for each in frame)
-        kept = _Kept(index.sources, index.memory, [], [], num_bytes, inode)
+        kept = _KeptRun(index.sources, index.memory, [], [], num_bytes, inode)
         if with_events:
             _add_events(kept, [part for _, part in frames])
         return kept
@@ -233,7 +233,7 @@ def _frames(data: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
         position = end
 
 
-def _add_events(kept: _Kept, parts: list[memoryview]) -> None:
+def _add_events(kept: _KeptRun, parts: list[memoryview]) -> None:
     """Decode the events of some frames.
 
     Python's collector would walk through the millions of objects again and again while they are made, and in all that
@@ -344,7 +344,7 @@ def _is_unchanged(path: Path, source: _Source) -> bool:
     return crc == source.place.crc
 
 
-def _store(folder: Path, found: _Kept) -> None:
+def _store(folder: Path, found: _KeptRun) -> None:
     """Append a frame with what was found, or make the file anew.
 
     Raises:
@@ -375,7 +375,7 @@ def _head() -> bytes:
     """Return the beginning of a file that this version can read: its own number, and the fields of all events."""
     fields = repr([(str(kind.__struct_config__.tag), kind.__struct_fields__) for kind in kinds()])
     version = f"{versions()['titan_ft']} {FORMAT} {zlib.crc32(fields.encode()):08x}"
-    return msgspec.msgpack.encode(_Head(version))
+    return msgspec.msgpack.encode(_VersionHeader(version))
 
 
 @cache

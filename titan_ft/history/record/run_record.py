@@ -23,7 +23,7 @@ from titan_ft.history.fold.group import is_of_worker
 from titan_ft.history.fold.run import RunFold, fold_events
 from titan_ft.history.fold.unit import Unit
 from titan_ft.history.record.kept import SETTLED_SECONDS, read_reduced
-from titan_ft.history.record.trajectory import Restart, State, chain_to, final_states, read_states
+from titan_ft.history.record.trajectory import JobState, Restart, chain_to, final_states, read_states
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.run import events as ev
 from titan_ft.run.held import is_held
@@ -356,11 +356,11 @@ class RunRecord:
         return found
 
     @cached_property
-    def _states(self) -> tuple[dict[str, State], list[str]]:
+    def _states(self) -> tuple[dict[str, JobState], list[str]]:
         return read_states(self._told_commits, self.usual)
 
     @property
-    def states(self) -> dict[str, State]:
+    def states(self) -> dict[str, JobState]:
         """The states that commits made, by lineage."""
         return self._states[0]
 
@@ -370,7 +370,7 @@ class RunRecord:
         return self._states[1]
 
     @cached_property
-    def finals(self) -> tuple[list[State], list[str]]:
+    def finals(self) -> tuple[list[JobState], list[str]]:
         """The states that the job may have ended with, the likeliest first, and what is missing to know more."""
         unknown: list[str] = []
         if not self.states:
@@ -380,7 +380,7 @@ class RunRecord:
         return final_states(self.states, self.commits_of, restarts, finished, unknown), unknown
 
     @cached_property
-    def chain(self) -> list[State]:
+    def chain(self) -> list[JobState]:
         """The job's trajectory, oldest state first; empty without any commit."""
         return chain_to(self.states, self.finals[0][0]) if self.states else []
 

@@ -25,7 +25,7 @@ Restart = CheckpointLoaded | RolledBack | StartedAnew  # the job says that it go
 
 
 @dataclass(slots=True)
-class State:
+class JobState:
     """A state that some group committed; the events of all ranks that did so together."""
 
     lineage: str
@@ -38,20 +38,20 @@ class State:
     read: dict[int, list[Batches]] = field(default_factory=dict)  # replica -> of all its ranks
 
 
-def read_states(commits: Iterable[StepCommitted], usual: Collection[str]) -> tuple[dict[str, State], list[str]]:
+def read_states(commits: Iterable[StepCommitted], usual: Collection[str]) -> tuple[dict[str, JobState], list[str]]:
     """Return the states that commits made, by lineage, and where events contradict each other.
 
     Args:
         usual: lineages of usual steps, of which nobody asks who read what.
     """
-    states: dict[str, State] = {}
+    states: dict[str, JobState] = {}
     disagreements: dict[str, str] = {}
     pool: dict[frozenset[int], frozenset[int]] = {}
     for event in commits:
         lineage, parent, step = event.lineage, event.parent, event.step
         state = states.get(lineage)
         if state is None:
-            state = states[lineage] = State(lineage, parent, step, event.time, event.batches)
+            state = states[lineage] = JobState(lineage, parent, step, event.time, event.batches)
         if state.parent != parent or state.step != step:
             disagreements[lineage] = f"events disagree about what made the state {lineage}: step {state.step} or {step}"
         if event.batches is not state.batches and event.batches != state.batches:
@@ -66,17 +66,17 @@ def read_states(commits: Iterable[StepCommitted], usual: Collection[str]) -> tup
 
 
 def final_states(
-    states: Mapping[str, State],
+    states: Mapping[str, JobState],
     commits_of: Mapping[str, Sequence[StepCommitted]],
     restarts: Sequence[Restart],
     finished: Sequence[TrainingFinished],
     unknown: list[str],
-) -> list[State]:
+) -> list[JobState]:
     """Return the states that the job may have ended with, the likeliest first; one, if the history is clear."""
     parents = {state.parent for state in states.values()}
     tips = [state for state in states.values() if state.lineage not in parents]
 
-    def rank(tip: State) -> tuple[int, int, float]:
+    def rank(tip: JobState) -> tuple[int, int, float]:
         groups = {commit.replica for commit in commits_of[tip.lineage]}
         return tip.step, len(groups), tip.time
 
@@ -101,7 +101,7 @@ def final_states(
     return [final for final in finals if final.lineage in ended] or finals
 
 
-def _supersedes(new: State, old: State, states: Mapping[str, State], restarts: Iterable[Restart]) -> bool:
+def _supersedes(new: JobState, old: JobState, states: Mapping[str, JobState], restarts: Iterable[Restart]) -> bool:
     """Tell whether the job, after it made `old`, said that it went back to where `new` branches off."""
     restarts = [event for event in restarts if old.time < event.time <= new.time]
     if new is old or not restarts:
@@ -116,7 +116,7 @@ def _supersedes(new: State, old: State, states: Mapping[str, State], restarts: I
     )
 
 
-def chain_to(states: Mapping[str, State], final: State) -> list[State]:
+def chain_to(states: Mapping[str, JobState], final: JobState) -> list[JobState]:
     """Return the states that led to a final one, that included, in order of step; as far as each parent is known."""
     chain = [final]
     while (parent := states.get(chain[-1].parent)) is not None and parent.step == chain[-1].step - 1:

@@ -18,7 +18,7 @@ from typing import Literal
 from titan_ft.history.record.run_record import Point, RunRecord
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.report.facts import Recovery, find_recoveries
-from titan_ft.history.report.layers import CROSS, MEDIAN, Axis, Band, Bars, Boxes, Chart, Layer, Line, Marks, Rules
+from titan_ft.history.report.layers import CROSS, MEDIAN, Axis, Band, Bars, Boxes, Chart, Curve, Layer, Marks, Rules
 from titan_ft.history.report.phases import TimeInState, add_up, find_phases, time_in_states
 from titan_ft.history.report.style import ACCENT, MIDDLE, STATES, mark_of, sorted_marks, state_order
 from titan_ft.history.report.thinning import thin_rows
@@ -147,7 +147,7 @@ def curve(
             number = f"{len(part) - len(known):,} times " if len(part) > 1 else ""
             lost.append((x[-1], f"{steps}: {what} {number}not finite, or not told"))
     layers: list[Layer] = [Band(x, low, high)] if size > 1 else []
-    layers.append(Line(x, mean, texts))
+    layers.append(Curve(x, mean, texts))
     if lost:
         marked, told = zip(*lost, strict=True)
         layers.append(Marks("not finite", CROSS, marked, [0.04] * len(lost), told, beside=True))
@@ -222,7 +222,7 @@ def participants(record: RunRecord) -> Chart | None:
     texts = [f"from {clock(time)}, {record.unit.noun} {step:,}: {number} groups" for time, number, step in changes]
     most = max(record.group_size, *(number for _, number, _ in points))
     stride = -(-most // 5)
-    line = Line([time for time, _, _ in changes], [number for _, number, _ in changes], texts, stairs=True)
+    line = Curve([time for time, _, _ in changes], [number for _, number, _ in changes], texts, stairs=True)
     up = Axis(bounds=(0.0, most * 1.08), ticks={float(n): str(n) for n in range(0, most + 1, stride)})
     caption = f"Groups whose gradients are in the {record.unit.noun} that was committed last."
     caption += " One that catches up does not count yet."

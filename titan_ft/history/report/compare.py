@@ -17,7 +17,7 @@ from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.cards import find_cards
 from titan_ft.history.report.charts import curve, states_bar, step_axes, step_counts
 from titan_ft.history.report.facts import describe_run
-from titan_ft.history.report.layers import Axis, Band, Bars, Boxes, Chart, Layer, Line, Marks
+from titan_ft.history.report.layers import Axis, Band, Bars, Boxes, Chart, Curve, Layer, Marks
 from titan_ft.history.report.page import fill, title_of
 from titan_ft.history.report.phases import add_up, find_phases
 from titan_ft.history.report.style import ACCENT, state_order
@@ -32,7 +32,7 @@ COLOURS = (ACCENT, "#c2571a")  # blue and orange, far apart for the colour-blind
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedFigure:
     """One figure of both runs."""
 
     name: str
@@ -42,7 +42,7 @@ class Row:
     """Of the second run from the first."""
 
 
-def compare_figures(runs: Sequence[RunRecord]) -> list[Row]:
+def compare_figures(runs: Sequence[RunRecord]) -> list[ComparedFigure]:
     """Return the figures of two runs beside each other; of a figure that one of them lacks a dash."""
     cards = [{card.name: card for card in find_cards(record)} for record in runs]
     rows = []
@@ -50,7 +50,7 @@ def compare_figures(runs: Sequence[RunRecord]) -> list[Row]:
         first, second = (found.get(name) for found in cards)
         numbers = [None if card is None else card.number for card in (first, second)]
         rows.append(
-            Row(
+            ComparedFigure(
                 name,
                 (DASH if first is None else first.text, DASH if second is None else second.text),
                 ("" if first is None else first.detail, "" if second is None else second.detail),
@@ -151,7 +151,7 @@ def _losses(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
             continue
         drawn, thinned = curve(values, f"{name}: loss", noun=record.unit.noun)
         for layer in drawn:
-            if isinstance(layer, Line):
+            if isinstance(layer, Curve):
                 layers.append(replace(layer, name=name, colour=colour))
             elif isinstance(layer, Band | Marks):
                 layers.append(replace(layer, colour=colour))

@@ -20,7 +20,7 @@ from titan_ft.history.report.layers import (
     Bars,
     Boxes,
     Chart,
-    Line,
+    Curve,
     Marks,
     Rules,
     rule_opacity,
@@ -33,7 +33,7 @@ FEW = 100  # points of a curve that are dots as well, and marks that are large
 
 def figure(chart: Chart) -> dict[str, Any]:
     """Return the traces and the layout of a chart."""
-    curve = any(isinstance(layer, Line) for layer in chart.layers)
+    curve = any(isinstance(layer, Curve) for layer in chart.layers)
     rows = any(isinstance(layer, Boxes) for layer in chart.layers)
     layout = {
         "height": round(96 * chart.height),
@@ -102,7 +102,7 @@ def _lengths(axis: Axis, widths: Iterable[float]) -> list[float]:
 def _trace(x: Axis, layer: object, *, few: bool) -> dict[str, Any]:
     """Return what draws a layer; where there are not few marks, they are small."""
     match layer:
-        case Line():
+        case Curve():
             return _line(x, layer)
         case Band():
             return _band(x, layer)
@@ -117,7 +117,7 @@ def _trace(x: Axis, layer: object, *, few: bool) -> dict[str, Any]:
     raise AssertionError(layer)
 
 
-def _line(x: Axis, layer: Line) -> dict[str, Any]:
+def _line(x: Axis, layer: Curve) -> dict[str, Any]:
     mode = "lines+markers" if len(layer.x) <= FEW and not layer.stairs else "lines"
     trace: dict[str, Any] = {"type": "scatter", "mode": mode, "y": _values(layer.y)}
     trace["line"] = {"color": layer.colour, "width": 1.6} | ({"shape": "hv"} if layer.stairs else {})

@@ -15,7 +15,7 @@ CROSS, MEDIAN = "x-thin-open", "line-ns-open"
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """A curve, with a gap where y is None."""
 
     x: Sequence[float]
@@ -89,7 +89,7 @@ def rule_opacity(rules: Rules) -> float:
     return max(0.08, min(0.4, 16 / (len(rules.x) or 1)))
 
 
-Layer = Line | Band | Boxes | Bars | Marks | Rules
+Layer = Curve | Band | Boxes | Bars | Marks | Rules
 
 
 @dataclass(frozen=True)

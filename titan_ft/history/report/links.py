@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Links from a page to the files of its run, relative, so that they work where the run's folder is moved or mounted."""
+"""Relative links from a page to the files of its run; they work after the run folder was moved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titan_ft.run.paths import RunPaths
 
 
 @dataclass(frozen=True)
-class Links:
+class PageLinks:
     """Where a page is, and where its run is.
 
     Attributes:

@@ -27,8 +27,8 @@ from titan_ft.history.report.facts import (
 )
 from titan_ft.history.report.failed import Failed, excerpt, find_failed
 from titan_ft.history.report.interactive import figure
-from titan_ft.history.report.layers import Bars, Boxes, Chart, Line, Marks
-from titan_ft.history.report.links import Links
+from titan_ft.history.report.layers import Bars, Boxes, Chart, Curve, Marks
+from titan_ft.history.report.links import PageLinks
 from titan_ft.history.report.ranks import find_odd_ranks
 from titan_ft.history.report.style import GLYPHS, STATES
 from titan_ft.history.report.words import DASH, duration
@@ -56,7 +56,7 @@ def write_report(
     Raises:
         ConfigError: the folder cannot be written; a page that was there stays whole.
     """
-    page = render(record, Links(run_dir, folder), against).encode()
+    page = render(record, PageLinks(run_dir, folder), against).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "index.html", page)
@@ -65,7 +65,7 @@ def write_report(
     return folder / "index.html"
 
 
-def render(record: RunRecord, links: Links, against: RunRecord | None = None) -> str:
+def render(record: RunRecord, links: PageLinks, against: RunRecord | None = None) -> str:
     """Return the page of a run. Whatever an event or a log says is text on it, never markup."""
     charts = draw_charts(record) if record.attempts else {}
     verdicts, hosts, failed = check(record, against), find_hosts(record), find_failed(record)
@@ -137,7 +137,7 @@ def title_of(record: RunRecord) -> str:
     return f"Run {name}" if name else "Report of a run"
 
 
-def describe_failed(failed: Failed, links: Links) -> dict[str, Any]:
+def describe_failed(failed: Failed, links: PageLinks) -> dict[str, Any]:
     """Return what the page shows of a reason why groups ended: itself, the link to its log, the log's last lines."""
     log = None if links.run_dir is None else find_log(failed.reason, links.run_dir)
     lines = [] if links.run_dir is None else excerpt(failed.reason, links.run_dir)
@@ -167,7 +167,7 @@ def legend(chart: Chart) -> list[list[tuple[str, str, str]]]:
     """Return what the colours and the marks of a chart mean, a line each: the text, its colour and its glyph."""
     states = [STATES[layer.state] for layer in chart.layers if isinstance(layer, Boxes)]
     marks = [layer for layer in chart.layers if isinstance(layer, Marks) and layer.symbol in GLYPHS]
-    named = [layer for layer in chart.layers if isinstance(layer, Line | Bars) and layer.name]
+    named = [layer for layer in chart.layers if isinstance(layer, Curve | Bars) and layer.name]
     lines = [
         [(look.label, look.colour, GLYPHS["square"]) for look in states],
         [(layer.name, layer.colour, GLYPHS["square"]) for layer in named],

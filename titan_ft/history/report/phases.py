@@ -50,7 +50,7 @@ _STATE_OF = {
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class StateSpan:
     """A stretch of a group's time in one state; times in Unix microseconds."""
 
     start_us: int
@@ -77,7 +77,7 @@ class TimeInState:
 
 
 @view
-def find_phases(record: RunRecord) -> dict[int, tuple[Phase, ...]]:
+def find_phases(record: RunRecord) -> dict[int, tuple[StateSpan, ...]]:
     """Return the phases of each group, without gaps, from the job's begin to its end."""
     lost = {group.slot for group in find_outcome(record).lost}
     found = {}
@@ -96,7 +96,7 @@ def time_in_states(record: RunRecord) -> dict[int, dict[str, TimeInState]]:
     return {group: add_up(row) for group, row in find_phases(record).items()}
 
 
-def add_up(phases: Iterable[Phase]) -> dict[str, TimeInState]:
+def add_up(phases: Iterable[StateSpan]) -> dict[str, TimeInState]:
     """Return how long some phases took together, by state."""
     parts: dict[tuple[str, str], int] = defaultdict(int)
     for phase in phases:
@@ -107,7 +107,7 @@ def add_up(phases: Iterable[Phase]) -> dict[str, TimeInState]:
     return {state: TimeInState(fine.total(), fine) for state, fine in states.items()}
 
 
-def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[Phase]:
+def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[StateSpan]:
     exchanges = [each.num_us for each in row if each.state == "exchange_wait" and not each.is_sum]
     # Half a step of patience: exchanges of usual steps differ in length, above all on a busy machine.
     longest_usual = (2 * median(exchanges) if exchanges else 0) + record.usual_step_us / 2
@@ -115,7 +115,7 @@ def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[Ph
     begins = [attempt.begin_us for attempt in attempts]
     gave_up_us = attempts[-1].gave_up_us if attempts else None
     for each in row:
-        phase = Phase(each.start_us, each.end_us, _STATE_OF[each.state], each.state, _describe(each))
+        phase = StateSpan(each.start_us, each.end_us, _STATE_OF[each.state], each.state, _describe(each))
         if each.state == "exchange_wait" and not each.is_sum and each.num_us > longest_usual:
             phase = replace(phase, state="waiting", detail="for the other groups, in an exchange")
         if each.state == "idle" and gave_up_us is not None and each.start_us >= gave_up_us:
@@ -132,7 +132,7 @@ def _describe(interval: Interval) -> str:
     return ": ".join(filter(None, (DETAILS[interval.state], interval.detail)))
 
 
-def _split_restart(phase: Phase, begins: Sequence[int]) -> Iterator[Phase]:
+def _split_restart(phase: StateSpan, begins: Sequence[int]) -> Iterator[StateSpan]:
     """Yield the part of a restart in which nothing ran, and the part in which the new process started."""
     begin = next((begin for begin in begins if phase.start_us < begin <= phase.end_us), phase.end_us)
     if begin > phase.start_us:

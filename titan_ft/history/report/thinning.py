@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from titan_ft.history.report.phases import Phase
+from titan_ft.history.report.phases import StateSpan
 from titan_ft.history.report.style import DETAILS
 
 MAX_BOXES = 3000  # of all rows: what a browser still zooms without a delay
 
 
-def thin_rows(rows: Mapping[int, Sequence[Phase]]) -> tuple[dict[int, list[Phase]], str]:
+def thin_rows(rows: Mapping[int, Sequence[StateSpan]]) -> tuple[dict[int, list[StateSpan]], str]:
     """Return rows with at most about `MAX_BOXES` stretches, and a sentence for the caption where they are thinned.
 
     First steps that follow each other without trouble become one stretch, so that every trouble stays as it was. Only
@@ -31,9 +31,9 @@ def thin_rows(rows: Mapping[int, Sequence[Phase]]) -> tuple[dict[int, list[Phase
     return thinned, f" Thinned: each of {columns:,} columns shows the state that took most of it."
 
 
-def join_training(row: Iterable[Phase]) -> list[Phase]:
+def join_training(row: Iterable[StateSpan]) -> list[StateSpan]:
     """Return a row in which the training between two troubles is one stretch, which says what it consisted of."""
-    joined: list[Phase] = []
+    joined: list[StateSpan] = []
     for trains, group in groupby(row, lambda each: each.state == "training"):
         part = list(group)
         if not trains or len(part) == 1:
@@ -45,11 +45,11 @@ def join_training(row: Iterable[Phase]) -> list[Phase]:
         total = shares.total() or 1
         detail = ", ".join(f"{DETAILS[fine]} {100 * us / total:.0f} %" for fine, us in shares.most_common())
         fine = shares.most_common(1)[0][0]
-        joined.append(Phase(part[0].start_us, part[-1].end_us, "training", fine, detail))
+        joined.append(StateSpan(part[0].start_us, part[-1].end_us, "training", fine, detail))
     return joined
 
 
-def thin_columns(row: Sequence[Phase], num_columns: int) -> list[Phase]:
+def thin_columns(row: Sequence[StateSpan], num_columns: int) -> list[StateSpan]:
     """Return a row of at most so many stretches, each in the state that took most of its time."""
     begin, end = row[0].start_us, row[-1].end_us
     width = -(-(end - begin) // num_columns) or 1
@@ -60,12 +60,12 @@ def thin_columns(row: Sequence[Phase], num_columns: int) -> list[Phase]:
         for column in range((each.start_us - begin) // width, min((each.end_us - begin) // width + 1, num_columns)):
             left = begin + column * width
             columns[column][each.state] += max(0, min(each.end_us, left + width) - max(each.start_us, left))
-    thinned: list[Phase] = []
+    thinned: list[StateSpan] = []
     for column, shares in enumerate(columns):
         left = begin + column * width
         if not shares.total():
             continue
         state = max(shares, key=lambda state: shares[state])
         start = thinned.pop().start_us if thinned and thinned[-1].state == state else left
-        thinned.append(Phase(start, min(left + width, end), state, fines[state]))
+        thinned.append(StateSpan(start, min(left + width, end), state, fines[state]))
     return thinned

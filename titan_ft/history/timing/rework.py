@@ -116,7 +116,7 @@ def _find_setbacks(record: RunRecord) -> Iterator[Setback]:
     # Training may go back over steps that were not usual, and make them again as usual.
     commits = [*record.commits, *record.firsts]
     events: list[Any] = sorted([*restarts, *commits], key=lambda event: event.time)
-    opened: list[_Open] = []
+    opened: list[_SetbackDraft] = []
     step, last_commit = 0, record.begin
     known: set[str] = set()
     for event in events:
@@ -130,7 +130,7 @@ def _find_setbacks(record: RunRecord) -> Iterator[Setback]:
             continue
         after = _goes_on_from(event, record.unit)
         if after < step and not event.rank and not (opened and opened[-1].is_told_by(event, after)):
-            opened.append(_Open(event.time, after, step, last_commit, {event.replica}))
+            opened.append(_SetbackDraft(event.time, after, step, last_commit, {event.replica}))
             step = after
     before = 0.0
     for one in opened:
@@ -145,7 +145,7 @@ def _goes_on_from(event: CheckpointLoaded | RolledBack | StartedAnew, unit: Unit
 
 
 @dataclass
-class _Open:
+class _SetbackDraft:
     """A setback of which it is still to be seen what followed."""
 
     time: float
