@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build, named, untyped
-from titan_ft.chaos.command import Follower, asked_plan, run_chaos
+from titan_ft.chaos.command import JobFollower, asked_plan, run_chaos
 from titan_ft.chaos.plan import Listed
 from titan_ft.config import ConfigError
 from titan_ft.faults.catalogue import FAULTS, describe
@@ -266,24 +266,24 @@ def test_an_order_waits_for_its_agent(job: Job) -> None:
 def test_a_folder_without_a_running_job_is_refused(job: Job, tmp_path: Path) -> None:
     """One line each: no folder, no events, a job that is over, one whose workers are gone or run elsewhere."""
     with pytest.raises(ConfigError, match="there is no such folder"):
-        Follower(tmp_path / "nothing")
+        JobFollower(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="it has no events"):
-        Follower(job.paths.root).check()
+        JobFollower(job.paths.root).check()
     job.launch(replicas=1, ranks=1)
-    Follower(job.paths.root).check()
+    JobFollower(job.paths.root).check()
     job.workers[0, 0].kill()
     job.workers[0, 0].wait(30)
     with pytest.raises(ConfigError, match="no worker of it is alive"):
-        Follower(job.paths.root).check()
+        JobFollower(job.paths.root).check()
     job.tell("launch_finished", code=0, reason="")
     with pytest.raises(ConfigError, match="its training has ended"):
-        Follower(job.paths.root).check()
+        JobFollower(job.paths.root).check()
     job.launch(replicas=1, ranks=1, host="node7")
     with pytest.raises(ConfigError, match="its workers run on node7: run titan-ft chaos there"):
-        Follower(job.paths.root).check()
+        JobFollower(job.paths.root).check()
     slurm = {"job": "1", "step": "0"}
     job.tell("worker_started", replica=0, rank=0, attempt=1, pid=1, host="node7", slurm=slurm)
-    Follower(job.paths.root).check()
+    JobFollower(job.paths.root).check()
     assert not job.told("chaos_started")
 
 

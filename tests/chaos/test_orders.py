@@ -22,8 +22,8 @@ def test_an_order_is_one_line_with_all_an_agent_needs(tmp_path: Path) -> None:
     before = time.time()
     first = Order(fault="slow_rank", replica=2, rank=1, attempt=3, params={"factor": 3.0}, seed=7, shot=4)
     second = Order(fault="kill_donor", params={}, seed=8, shot=5)
-    first.give(path)
-    second.give(path)
+    first.append_to(path)
+    second.append_to(path)
     text = path.read_text()
     assert text.endswith("\n")
     orders = [json.loads(line) for line in text.splitlines()]
@@ -43,7 +43,7 @@ def test_writers_do_not_mix_their_lines(tmp_path: Path) -> None:
 
     def write(writer: int) -> None:
         for shot in range(100):
-            Order(fault="segfault", replica=writer, params={"padding": 1.0}, seed=writer, shot=shot).give(path)
+            Order(fault="segfault", replica=writer, params={"padding": 1.0}, seed=writer, shot=shot).append_to(path)
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
     for thread in threads:
@@ -62,7 +62,7 @@ def test_an_order_cut_short_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda fd, data: write(fd, data[:20]))
         with pytest.raises(OSError, match="took only a part of the order 'segfault'"):
-            Order(fault="segfault", replica=0, params={}, seed=0, shot=0).give(path)
-    Order(fault="deadlock", replica=0, params={}, seed=0, shot=1).give(path)
+            Order(fault="segfault", replica=0, params={}, seed=0, shot=0).append_to(path)
+    Order(fault="deadlock", replica=0, params={}, seed=0, shot=1).append_to(path)
     (line,) = path.read_bytes().splitlines()
     assert msgspec.json.decode(line, type=Order).fault == "deadlock"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Poisson, Uniform, single
+from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Poisson, UniformGaps, single
 from titan_ft.chaos.plan_file import load_plan
 from titan_ft.chaos.schedule import GroupView, Injection, View, aim, shots
 from titan_ft.config import ConfigError
@@ -54,7 +54,7 @@ def test_a_plan_is_read(tmp_path: Path) -> None:
         "slow_rank": {"factor": 8, "seconds": 20},
     }
     assert first.weights == {"kill_group": 1, "slow_rank": 1}
-    assert second == Uniform(0, 3, faults={"kill_rank": 1, "segfault": 0.5}, rank=2)
+    assert second == UniformGaps(0, 3, faults={"kill_rank": 1, "segfault": 0.5}, rank=2)
     assert second.params == {"kill_rank": make_fault("kill_rank", {}), "segfault": make_fault("segfault", {})}
 
 

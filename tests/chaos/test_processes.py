@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from titan_ft.chaos.processes import Processes, Unreachable, Worker
+from titan_ft.chaos.processes import Processes, RunProcess, Unreachable
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -38,8 +38,8 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def worker(process: subprocess.Popen[bytes], name: str = "rank 0 of group 1") -> Worker:
-    return Worker(name, process.pid, Processes().host, mono=time.monotonic())
+def worker(process: subprocess.Popen[bytes], name: str = "rank 0 of group 1") -> RunProcess:
+    return RunProcess(name, process.pid, Processes().host, mono=time.monotonic())
 
 
 def state(pid: int) -> str:
@@ -54,8 +54,8 @@ def wait_state(pid: int, wanted: str) -> None:
         time.sleep(0.01)
 
 
-def send(target: Worker, signum: signal.Signals) -> None:
-    reach = Processes().reach([target], [target])
+def send(target: RunProcess, signum: signal.Signals) -> None:
+    reach = Processes().hold([target], [target])
     try:
         reach.send(signum)
     finally:
@@ -66,7 +66,7 @@ def test_all_ranks_of_a_group_are_hit(start: Start) -> None:
     """SIGKILL reaches each process named, and no other of the run."""
     ranks = [start("titan_ft", str(rank)) for rank in range(3)]
     workers = [worker(process) for process in ranks[:2]]
-    reach = Processes().reach(workers, workers)
+    reach = Processes().hold(workers, workers)
     reach.send(signal.SIGKILL)
     reach.close()
     assert [process.wait(30) for process in ranks[:2]] == [-signal.SIGKILL] * 2
@@ -76,7 +76,7 @@ def test_all_ranks_of_a_group_are_hit(start: Start) -> None:
 def test_stop_and_continue(start: Start) -> None:
     """What was stopped through a reach goes on through the same one."""
     process = start("titan_ft")
-    reach = Processes().reach([worker(process)], [])
+    reach = Processes().hold([worker(process)], [])
     reach.send(signal.SIGSTOP)
     wait_state(process.pid, "T")
     reach.send(signal.SIGCONT)
@@ -106,7 +106,7 @@ def test_a_reused_pid_is_never_signalled(start: Start) -> None:
 def test_a_pid_reused_after_the_reach_is_never_signalled(start: Start) -> None:
     """A reach is to the process, not to its number: when it has ended nobody is hit."""
     process = start("titan_ft")
-    reach = Processes().reach([worker(process)], [])
+    reach = Processes().hold([worker(process)], [])
     process.kill()
     process.wait(30)
     with pytest.raises(Unreachable, match="ended just now"):
@@ -124,9 +124,9 @@ def test_a_zombie_and_a_pid_of_nobody_are_gone(start: Start) -> None:
     zombie.kill()
     wait_state(zombie.pid, "Z")
     with pytest.raises(Unreachable, match="rank 0 of group 1, rank 1 of group 1 do not run any more") as caught:
-        Processes().reach(gone, gone)
+        Processes().hold(gone, gone)
     assert not caught.value.final  # it may be back
-    reach = Processes().reach([*gone, worker(alive)], [])
+    reach = Processes().hold([*gone, worker(alive)], [])
     reach.send(signal.SIGKILL)
     reach.close()
     assert alive.wait(30) == -signal.SIGKILL
@@ -149,7 +149,7 @@ def test_close_lets_go(start: Start) -> None:
     target = worker(start("titan_ft"))
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        reach = Processes().reach([target, target], [])
+        reach = Processes().hold([target, target], [])
         reach.close()
         reach.close()
     assert len(os.listdir("/proc/self/fd")) == before

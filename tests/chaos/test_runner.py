@@ -15,10 +15,10 @@ import pytest
 from tests.event_builder import build, named, untyped
 from titan_ft.chaos.agents import WAIT_SECONDS
 from titan_ft.chaos.effect import SETTLE_SECONDS
-from titan_ft.chaos.job import Job
+from titan_ft.chaos.job import RunningJob
 from titan_ft.chaos.orders import Order
 from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, single
-from titan_ft.chaos.processes import Unreachable, Worker
+from titan_ft.chaos.processes import RunProcess, Unreachable
 from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.run.events import LaunchStarted, TrainingFinished, WorkerExited, WorkerStarted
 from titan_ft.run.log import EventLog, read_events
@@ -35,7 +35,7 @@ class FakeProcesses:
         self.sent: list[tuple[str, list[int]]] = []
         self.num_held = 0
 
-    def reach(self, workers: Sequence[Worker], everyone: Collection[Worker]) -> FakeReach:
+    def hold(self, workers: Sequence[RunProcess], everyone: Collection[RunProcess]) -> FakeReach:
         pids = [worker.pid for worker in workers if worker.pid not in self.gone]
         if not pids:
             raise Unreachable("nobody is there")
@@ -453,7 +453,7 @@ def test_a_link_of_which_one_order_is_not_written_affects_nobody(
         if num_given > 1:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Order, "give", give_first)
+    monkeypatch.setattr(Order, "append_to", give_first)
     harness = under_way(single("link_dead", 2, params={"peer": 0}), tmp_path)
     assert num_given == 2
     assert harness.up() == [0, 1, 2, 3]
@@ -601,7 +601,7 @@ def test_workers_that_come_back_under_the_same_attempt_are_a_new_start(tmp_path:
         harness.says(1, "worker_started", rank, pid=77 + rank)
     harness.commit()
     assert harness.up() == [0, 1, 2, 3]
-    assert [worker.pid for worker in harness.runner.job.everyone()][2:4] == [77, 78]
+    assert [worker.pid for worker in harness.runner.job.all_workers()][2:4] == [77, 78]
 
 
 def replay(folder: Path, seed: int) -> list[tuple[object, ...]]:
@@ -634,14 +634,14 @@ def test_the_same_seed_injects_the_same(tmp_path: Path) -> None:
 
 def test_a_worker_that_ends_early_does_not_end_the_schedule() -> None:
     """Its exit status is 0, as where a loader ends its process; the other groups train on."""
-    job = Job()
+    job = RunningJob()
     for event in (
         build(LaunchStarted, replicas=2, ranks_per_replica=1),
         build(WorkerStarted, replica=0),
         build(WorkerExited, replica=0, rank=0, code=0, worker_pid=1, stopped=False),
     ):
-        job.fold(event)
+        job.observe(event)
     assert not job.ended
-    job.fold(build(WorkerStarted, replica=1))
-    job.fold(build(TrainingFinished, replica=1))
+    job.observe(build(WorkerStarted, replica=1))
+    job.observe(build(TrainingFinished, replica=1))
     assert job.ended

@@ -16,7 +16,7 @@ from itertools import islice, pairwise, permutations
 
 import pytest
 
-from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Rule, Uniform
+from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Rule, UniformGaps
 from titan_ft.chaos.schedule import GroupView, Injection, Refusal, Shot, View, aim, shots
 from titan_ft.faults.catalogue import FAULTS, make_fault
 from titan_ft.faults.fault import Need
@@ -81,7 +81,7 @@ def test_poisson_gaps_are_independent() -> None:
 
 def test_uniform_gaps_are_within_their_bounds() -> None:
     """Gaps fill the whole range evenly, and never leave it."""
-    times = [0.0, *(shot.time for shot in islice(shots(make_plan(Uniform(5, 15, faults=["kill_group"]))), 5_000))]
+    times = [0.0, *(shot.time for shot in islice(shots(make_plan(UniformGaps(5, 15, faults=["kill_group"]))), 5_000))]
     gaps = [after - before for before, after in pairwise(times)]
     assert min(gaps) >= 5 - 1e-6
     assert max(gaps) <= 15 + 1e-6
@@ -134,7 +134,7 @@ def test_a_plan_without_rules_has_no_shots() -> None:
 
 def test_the_seed_decides_everything() -> None:
     """The same plan gives the same shots, another seed gives others."""
-    rules = (Poisson(10, faults=["kill_group", "segfault"]), Uniform(3, 9, faults=["nan_gradient"]))
+    rules = (Poisson(10, faults=["kill_group", "segfault"]), UniformGaps(3, 9, faults=["nan_gradient"]))
     first, again, other = (list(islice(shots(make_plan(*rules, seed=seed)), 300)) for seed in (3, 3, 4))
     assert first == again
     assert [shot.time for shot in first] != [shot.time for shot in other]

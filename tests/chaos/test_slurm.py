@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_ft.chaos.processes import Processes, Unreachable, Worker
+from titan_ft.chaos.processes import Processes, RunProcess, Unreachable
 from titan_ft.train import _slurm_step
 
 Calls = Callable[[], list[str]]
@@ -36,13 +36,13 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     return lambda: log.read_text().splitlines() if log.exists() else []
 
 
-def remote(replica: int, rank: int, step: str = "0", host: str = "node7.cluster") -> Worker:
+def remote(replica: int, rank: int, step: str = "0", host: str = "node7.cluster") -> RunProcess:
     pid = 1000 + 10 * replica + rank
-    return Worker(f"rank {rank} of group {replica}", pid, host, slurm={"job": "123", "step": step})
+    return RunProcess(f"rank {rank} of group {replica}", pid, host, slurm={"job": "123", "step": step})
 
 
-def send(workers: list[Worker], everyone: list[Worker], signum: signal.Signals = signal.SIGKILL) -> None:
-    reach = Processes("login", slurm_seconds=20.0).reach(workers, everyone)
+def send(workers: list[RunProcess], everyone: list[RunProcess], signum: signal.Signals = signal.SIGKILL) -> None:
+    reach = Processes("login", slurm_seconds=20.0).hold(workers, everyone)
     reach.send(signum)
     reach.close()
 
@@ -95,7 +95,7 @@ def test_a_command_that_hangs_or_is_missing_becomes_a_reason(calls: Calls, tmp_p
     """A job must not hang because Slurm does."""
     (tmp_path / "bin" / "scancel.do").write_text("exec /bin/sleep 60\n")
     group = [remote(1, 0)]
-    reach = Processes("login", slurm_seconds=0.3).reach(group, group)
+    reach = Processes("login", slurm_seconds=0.3).hold(group, group)
     with pytest.raises(Unreachable, match=r"scancel did not end within 0\.3 s"):
         reach.send(signal.SIGKILL)
     (tmp_path / "bin" / "scancel").unlink()
@@ -105,12 +105,12 @@ def test_a_command_that_hangs_or_is_missing_becomes_a_reason(calls: Calls, tmp_p
 
 def test_what_no_host_reaches_is_refused(calls: Calls) -> None:
     """A worker elsewhere without Slurm, or with names that Slurm does not have, is never part of a command."""
-    bare = Worker("rank 0 of group 1", 7, "node7")
+    bare = RunProcess("rank 0 of group 1", 7, "node7")
     for wrong in (
         bare,
-        Worker("rank 0 of group 1", 7, "node7", slurm={"job": "--all", "step": "0"}),
-        Worker("rank 0 of group 1", 7, "node7", slurm={"job": "123"}),
-        Worker("rank 0 of group 1", 7, "--help", slurm={"job": "123", "step": "0"}),
+        RunProcess("rank 0 of group 1", 7, "node7", slurm={"job": "--all", "step": "0"}),
+        RunProcess("rank 0 of group 1", 7, "node7", slurm={"job": "123"}),
+        RunProcess("rank 0 of group 1", 7, "--help", slurm={"job": "123", "step": "0"}),
     ):
         with pytest.raises(Unreachable, match="rank 0 of group 1") as caught:
             send([wrong], [wrong])
@@ -125,7 +125,7 @@ def test_a_worker_of_this_host_is_signalled_directly(calls: Calls) -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        here = Worker("rank 0 of group 1", process.pid, "login", slurm={"job": "123", "step": "0"})
+        here = RunProcess("rank 0 of group 1", process.pid, "login", slurm={"job": "123", "step": "0"})
         send([here], [here, remote(0, 0)])
         assert process.wait(30) == -signal.SIGKILL
         assert calls() == []

@@ -36,7 +36,7 @@ def make(
 
 def order(job: Job, fault: str, replica: int | None = 1, rank: int | None = 0, **params: float) -> None:
     """Order a fault."""
-    Order(fault=fault, replica=replica, rank=rank, params=params, seed=7, shot=1).give(job.paths.chaos_orders)
+    Order(fault=fault, replica=replica, rank=rank, params=params, seed=7, shot=1).append_to(job.paths.chaos_orders)
 
 
 def begin(job: Job) -> None:

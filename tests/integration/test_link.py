@@ -33,7 +33,7 @@ def test_the_largest_clique_trains_on(make_job: Callable[..., Job], ranks: int) 
     )
     for replica, peer in ((0, 2), (2, 0)):
         params = {"seconds": SECONDS, "peer": peer}
-        Order(fault="link_dead", replica=replica, params=params, seed=7, shot=1).give(job.paths.chaos_orders)
+        Order(fault="link_dead", replica=replica, params=params, seed=7, shot=1).append_to(job.paths.chaos_orders)
     job.finish(200)
     events = job.events()
     assert [group.attempt for group in job.groups] == [0, 0, 0]

@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Break running jobs on purpose: a schedule says when, a fault what, the run's history records it.
+"""Inject faults into running jobs. A plan says when and which; the run's events record each fault.
 
-No torch but in `inside`, which is loaded in workers only, and only with `[fault_tolerance] chaos = true`.
+Only `inside` imports torch. It is loaded in workers with `[fault_tolerance] chaos = true` and
+nowhere else. See docs/chaos.md.
 """

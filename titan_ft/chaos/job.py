@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The facts of a running job that faults need: contributors, processes, and effects of faults.
 
-A view of the fold of the job's events (`titan_ft.history.fold`), with what only chaos asks: whether
-the effect of a fault on a group is over.
+A view of the fold of the job's events (`titan_ft.history.fold`). It adds one question that only
+chaos asks: whether the effect of a fault on a group is over.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 
 from titan_ft.chaos.effect import Effect
-from titan_ft.chaos.processes import Unreachable, Worker
+from titan_ft.chaos.processes import RunProcess, Unreachable
 from titan_ft.chaos.schedule import GroupView, View
 from titan_ft.faults.fault import Ending, Fault, Need
 from titan_ft.faults.outside import Signal
@@ -30,175 +30,196 @@ from titan_ft.run.events import (
 )
 
 _KEPT_DIGESTS = 8
-"""Newest steps whose digests are compared."""
+"""Number of newest steps whose digests are compared."""
 
 
-class Group:
-    """What faults need to know of one group. A life is one start of its workers."""
+class RunningGroup:
+    """The facts of one group that faults need."""
 
     def __init__(self, fold: GroupFold) -> None:
         self.fold = fold
         self.effects: list[Effect] = []
-        """Those of faults of which it has yet to show that they are over."""
+        """Effects of faults that are not over yet."""
         self.is_hit_by_others = False
-        """Whether another chaos runner has hit the group since its last commit."""
+        """True if another chaos runner has hit the group since its last commit."""
 
     @property
-    def life(self) -> int:
-        """How often its workers were seen to start."""
+    def num_starts(self) -> int:
+        """Number of starts of its workers so far."""
         return self.fold.num_starts
 
     @property
     def attempt(self) -> int | None:
-        """Number of its newest start; None before the first."""
+        """Number of its newest attempt; None before the first."""
         return self.fold.started_attempt
 
     @property
-    def workers(self) -> dict[int, Worker]:
-        """The workers of its newest start, by rank."""
+    def workers(self) -> dict[int, RunProcess]:
+        """Workers of its newest attempt, by rank."""
         return {start.rank: _worker(start) for start in self.fold.workers}
 
     @property
-    def agent(self) -> Worker | None:
-        """The process that keeps its workers, if that is this project's."""
+    def agent(self) -> RunProcess | None:
+        """The process that keeps its workers; None if that process is not titan_ft's."""
         start = self.fold.last_start
         if start is None or start.agent_pid is None:
             return None
-        return Worker(f"the agent of group {self.fold.slot}", start.agent_pid, start.host, start.mono, start.slurm)
+        name = f"the agent of group {self.fold.slot}"
+        return RunProcess(name, start.agent_pid, start.host, start.mono, start.slurm)
 
     @property
     def up(self) -> bool:
-        """Whether it trains with the others, and nothing that was done to it shows any more."""
+        """True if the group trains with the others, and no effect of a fault is left."""
         return self._trains and not self.effects and not self.is_hit_by_others
 
     @property
     def _trains(self) -> bool:
+        # Without an attempt its processes are not known, and an order needs the attempt's number.
         if self.attempt is None:
-            return False  # its processes are not known, and an order needs the number of its attempt
+            return False
         return self.fold.contributes and self.fold.state == "training" and not self.fold.is_ending
 
     def take_commit(self, event: StepCommitted) -> None:
-        """Take a commit of its rank 0. Only a group's own commits show that it is up, not those of others."""
+        """End effects at a commit of the group's own rank 0; another group's commit proves nothing."""
         if event.contributed and self._trains:
             self.is_hit_by_others = False
-            self.effects = [effect for effect in self.effects if not effect.is_over(self.life, event.time)]
+            self.effects = [e for e in self.effects if not e.is_over(self.num_starts, event.time)]
 
 
-class Job:
-    """A running job as its events show it. Events that come twice do no harm.
+class RunningJob:
+    """A running job as its events show it. An event that comes twice changes nothing.
+
+    `ChaosRunner` and `JobFollower` call it, on one thread. A new launch in the same folder starts
+    it anew.
 
     Args:
-        lighthouse_pid: returns the process of the job's lighthouse on this host, None while there is none.
+        lighthouse_pid: returns the process of the job's lighthouse on this host; None = there is none.
     """
 
     def __init__(self, lighthouse_pid: Callable[[], int | None] = lambda: None) -> None:
-        self._lighthouse_pid, self._had_lighthouse = lighthouse_pid, False
+        self._lighthouse_pid = lighthouse_pid
+        self._had_lighthouse = False
         self._run = RunFold()
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.trained_together = False
-        """A step to which all groups contributed has been committed."""
-        self._groups: dict[int, Group] = {}
+        """True once a step with all groups has been committed."""
+        self._groups: dict[int, RunningGroup] = {}
         self._digests: dict[int, dict[tuple[int, int], tuple[str, float]]] = {}
+        """Digest and Unix seconds by step, then by group and rank."""
 
     @property
     def newest_lighthouse(self) -> LighthouseStarted | None:
-        """The newest one that the launcher has started."""
         return self._run.lighthouse
 
     @property
     def ended(self) -> bool:
-        """Tell whether its training is over, or being stopped: nothing that is broken now would be repaired."""
+        """True if training is over or being stopped. Nothing would repair a fault from then on."""
         run = self._run
-        is_stopping = run.stopping is not None or run.launch_end is not None
-        # Exit status 0 alone is no proof: a loader of the user's may end its process, and the others train on.
-        finished = (group.state == "finished" and group.has_announced_end for group in run.groups.values())
-        return is_stopping or any(finished)
+        if run.stopping is not None or run.launch_end is not None:
+            return True
+        # Exit status 0 alone proves nothing: a user's loader may exit, and the others train on.
+        return any(group.state == "finished" and group.has_announced_end for group in run.groups.values())
 
     def view(self) -> View:
-        """Return what faults are aimed by."""
+        """Return the view that targets are chosen from."""
         self._had_lighthouse = self._had_lighthouse or self._lighthouse_pid() is not None
-        met = self._needs_met() | ({Need.LIGHTHOUSE} if self._had_lighthouse else set())
-        replicas = sorted({*self._run.groups, *self._groups})
+        needs_met = self._needs_met()
+        if self._had_lighthouse:
+            needs_met.add(Need.LIGHTHOUSE)
         num_ranks = self._num_ranks()
-        groups = {replica: GroupView(replica, num_ranks, self.group(replica).up) for replica in replicas}
-        return View(groups, frozenset(met))
+        groups = {}
+        for replica in sorted({*self._run.groups, *self._groups}):
+            groups[replica] = GroupView(replica, num_ranks, self.group(replica).up)
+        return View(groups, frozenset(needs_met))
 
     def _needs_met(self) -> set[Need]:
         start = self._run.worker
         if start is None or start.config is None:
-            # Until the job says otherwise; an order may then find no taker.
+            # No worker has reported its config yet. An order may then find no agent.
             return {Need.AGENT, Need.CHECKPOINT, Need.KEEPER}
-        told = {
-            Need.AGENT: start.config.chaos,
-            Need.CHECKPOINT: start.config.checkpoint,
-            Need.KEEPER: self._run.launched or start.slurm is not None,
-        }
-        return {need for need, met in told.items() if met}
+        needs_met = set()
+        if start.config.chaos:
+            needs_met.add(Need.AGENT)
+        if start.config.checkpoint:
+            needs_met.add(Need.CHECKPOINT)
+        if self._run.launched or start.slurm is not None:
+            needs_met.add(Need.KEEPER)
+        return needs_met
 
     def _num_ranks(self) -> int:
-        least = self._run.num_ranks if self._run.launched else 1
-        return max([least, *(rank + 1 for group in self._run.groups.values() for rank in group.ranks)])
+        num_ranks = self._run.num_ranks if self._run.launched else 1
+        for group in self._run.groups.values():
+            for rank in group.ranks:
+                num_ranks = max(num_ranks, rank + 1)
+        return num_ranks
 
-    def everyone(self) -> list[Worker]:
-        """Return all workers of the groups' newest lives."""
-        return [worker for slot in self._run.groups for worker in self.group(slot).workers.values()]
+    def all_workers(self) -> list[RunProcess]:
+        """Return the workers of the newest attempts of all groups."""
+        workers: list[RunProcess] = []
+        for slot in self._run.groups:
+            workers.extend(self.group(slot).workers.values())
+        return workers
 
-    def processes(self, fault: Signal, target: Target) -> list[Worker]:
-        """Return the processes of a target that a fault signals; those that are known.
+    def find_processes(self, fault: Signal, target: Target) -> list[RunProcess]:
+        """Return the known processes of a target that a fault signals.
 
         Raises:
-            Unreachable: none is.
+            Unreachable: no process is known.
         """
         if fault.processes == "lighthouse":
             pid = self._lighthouse_pid()
             if pid is None:
                 raise Unreachable("the lighthouse does not run right now")
-            return [Worker("the lighthouse", pid, host="")]
+            return [RunProcess("the lighthouse", pid, host="")]
         assert target.replica is not None, "only the lighthouse is in no group"
         group = self.group(target.replica)
         if fault.processes == "agent":
             if group.agent is None:
                 raise Unreachable(f"the agent of group {target.replica} is not known")
             return [group.agent]
-        known = [worker for rank, worker in sorted(group.workers.items()) if target.rank in (None, rank)]
-        if not known:
+        workers = []
+        for rank, worker in sorted(group.workers.items()):
+            if target.rank is None or target.rank == rank:
+                workers.append(worker)
+        if not workers:
             raise Unreachable(f"no worker of group {target.replica} has said where it runs")
-        return known
+        return workers
 
-    def group(self, replica: int) -> Group:
-        """Return what is known of a group; of one that has said nothing yet, too."""
-        group = self._groups.setdefault(replica, Group(GroupFold(replica)))
+    def group(self, replica: int) -> RunningGroup:
+        """Return a group, also one without any event yet."""
+        group = self._groups.setdefault(replica, RunningGroup(GroupFold(replica)))
         group.fold = self._run.groups.get(replica, group.fold)
         return group
 
-    def affect(self, fault: Fault, shot: int, target: Target) -> Effect:
-        """Note that a fault is about to hit a target, which is not up until that is over."""
+    def add_effect(self, fault: Fault, shot: int, target: Target) -> Effect:
+        """Record that a fault is about to hit a target. The group is not up until the effect is over."""
         if target.replica is None:
-            return Effect(fault, shot, target, life=0)
+            return Effect(fault, shot, target, num_starts=0)
         group = self.group(target.replica)
-        group.effects.append(Effect(fault, shot, target, group.life))
-        return group.effects[-1]
+        effect = Effect(fault, shot, target, group.num_starts)
+        group.effects.append(effect)
+        return effect
 
-    def calm(self, effect: Effect) -> None:
-        """Drop the effect of a fault that did not hit its target after all."""
+    def drop_effect(self, effect: Effect) -> None:
+        """Remove the effect of a fault that did not hit its target after all."""
         if effect.target.replica is not None:
             group = self.group(effect.target.replica)
             group.effects = [other for other in group.effects if other is not effect]
 
-    def undo(self, replica: int, fault: str, shot: int | None, time: float) -> None:
-        """Note that the effect of a shot on the group was undone."""
+    def mark_undone(self, replica: int, fault: str, shot: int | None, time: float) -> None:
+        """Record that the effect of a shot on the group was undone."""
         for effect in self.group(replica).effects:
             if (effect.fault.name, effect.shot) == (fault, shot):
-                effect.undo(time)
+                effect.mark_undone(time)
 
-    def fold(self, event: Event) -> None:
-        """Take in one event; they should come in order of time."""
-        before = self._run.num_launches
+    def observe(self, event: Event) -> None:
+        """Take in one event. Events should come in the order of time."""
+        num_launches = self._run.num_launches
         self._run.observe(event)
-        if self._run.num_launches != before:  # a run directory may hold several launches
-            self._forget()
+        if self._run.num_launches != num_launches:
+            self._reset()
         self._note_common_step(event)
         match event:
             case GradientExcluded():
@@ -210,40 +231,45 @@ class Job:
                 self._note_other_runner(event)
             case StepCommitted() if event.attempt == self.group(event.replica).attempt:
                 if event.digest:
-                    self._compare(event.step, (event.replica, event.rank), event.digest, event.time)
+                    self._compare_digest(event, event.digest)
                 if event.rank == 0:
                     self.group(event.replica).take_commit(event)
 
     def _note_common_step(self, event: Event) -> None:
         run = self._run
+        if run.commit is not event:
+            return
         knows_all_groups = run.launched or run.worker is not None
-        if run.commit is event and knows_all_groups and run.groups.keys() <= set(run.commit.participants):
+        if knows_all_groups and run.groups.keys() <= set(run.commit.participants):
             self.trained_together = True
 
     def _end_effects(self, slot: int, by: Ending, time: float) -> None:
         for effect in self.group(slot).effects:
             effect.end(by, time)
 
-    def _compare(self, step: int, who: tuple[int, int], digest: str, time: float) -> None:
-        """End the effect of a flipped bit once the group's digest equals another group's: the bit is gone."""
-        digests = self._digests.setdefault(step, {})
-        digests[who] = (digest, time)
+    def _compare_digest(self, event: StepCommitted, digest: str) -> None:
+        """End the effect of a flipped bit once the group's digest equals another group's."""
+        digests = self._digests.setdefault(event.step, {})
+        digests[event.replica, event.rank] = (digest, event.time)
         for old in sorted(self._digests)[:-_KEPT_DIGESTS]:
             del self._digests[old]
         for group in self._groups.values():
             slot = group.fold.slot
-            mine, time = digests.get((slot, who[1]), ("", 0.0))
-            others = [digest for (replica, rank), (digest, _) in digests.items() if replica != slot]
+            own, time = digests.get((slot, event.rank), ("", 0.0))
+            others = [other for (replica, _), (other, _) in digests.items() if replica != slot]
+            if own not in others:
+                continue
             for effect in group.effects:
-                if mine in others and (effect.target.rank or 0) == who[1]:
-                    effect.agree(step, time)
+                if (effect.target.rank or 0) == event.rank:
+                    effect.mark_agreement(event.step, time)
 
     def _note_other_runner(self, event: FaultInjected) -> None:
-        """Note a fault that another runner injected; what this process injects is noted where it is done."""
+        """Note a fault of another runner. This process notes its own faults when it injects them."""
         replica = event.target.replica
         if event.pid != os.getpid() and replica is not None:
             self.group(replica).is_hit_by_others = True
 
 
-def _worker(start: WorkerStarted) -> Worker:
-    return Worker(f"rank {start.rank} of group {start.replica}", start.pid, start.host, start.mono, start.slurm)
+def _worker(start: WorkerStarted) -> RunProcess:
+    name = f"rank {start.rank} of group {start.replica}"
+    return RunProcess(name, start.pid, start.host, start.mono, start.slurm)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Announce what becomes of a plan's shots, in the run's events and to the person who watches, and count it."""
+"""Report and count the outcomes of a plan's shots, in the run's events and on the terminal."""
 
 from __future__ import annotations
 
@@ -9,73 +9,94 @@ from collections.abc import Callable, Mapping
 from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.schedule import Shot
 from titan_ft.history.fold.faults import InjectedFaults
-from titan_ft.run.events import ChaosFinished, ChaosStarted, FaultInjected, FaultSkipped, FaultUndone, Target
+from titan_ft.run.events import (
+    ChaosFinished,
+    ChaosStarted,
+    FaultInjected,
+    FaultSkipped,
+    FaultUndone,
+    Target,
+)
 from titan_ft.run.log import EventLog
 
 
 class Outcomes:
-    """What became of the shots of a plan.
+    """The outcomes of a plan's shots.
 
     Args:
-        events: where it is announced.
+        events: log of the runner's events.
         show: called with a line for a person.
     """
 
     def __init__(self, events: EventLog, show: Callable[[str], None]) -> None:
-        self.num_hit = self.num_skipped = 0
-        """Shots; one with several targets has hit when one of them was hit."""
+        self.num_hit = 0
+        """Shots that hit at least one target."""
+        self.num_skipped = 0
+        """Shots that hit no target."""
         self.last_reason = ""
-        """Why the shot that was skipped last was."""
-        self._events, self._show, self._faults = events, show, InjectedFaults()
+        """Reason of the last skipped shot."""
+        self._events = events
+        self._show = show
+        self._faults = InjectedFaults()
 
     @property
     def num_injected(self) -> int:
-        """Faults, as every view of the run counts them."""
+        """Number of injected faults, by the same count as in all views of the run."""
         return self._faults.num_injected
 
-    def started(self, plan: Plan) -> None:
-        """Announce that the schedule's clock runs from now on."""
+    def report_start(self, plan: Plan) -> None:
+        """Report that the schedule's clock runs from now on."""
         self._events.emit(ChaosStarted(seed=plan.seed, plan=plan.name, schedule=str(plan)))
         self._show(f"chaos starts: {plan.name} with seed {plan.seed}")
 
-    def finished(self) -> None:
-        """Announce that nothing more will be injected."""
+    def report_finish(self) -> None:
+        """Report that no more faults will be injected."""
         self._events.emit(ChaosFinished(injected=self.num_injected, skipped=self.num_skipped))
 
-    def injecting(self, fault: str, target: Target, shot: Shot, params: Mapping[str, float | str]) -> None:
-        """Announce that a target is about to be hit, just before it is; what agents do they announce themselves."""
+    def announce_injection(self, fault: str, target: Target, shot: Shot, params: Mapping[str, float | str]) -> None:
+        """Write the event just before a target is hit. Agents write the events of their own faults."""
         event = FaultInjected(fault=fault, target=target, seed=shot.seed, shot=shot.number, params=dict(params))
         self._events.emit(event)
-        self.announced(event)
+        self.count_injected(event)
 
-    def announced(self, event: FaultInjected) -> None:
-        """Count a fault of this plan that was announced, here or by an agent."""
+    def count_injected(self, event: FaultInjected) -> None:
+        """Count a fault of this plan, from this process or from an agent."""
         self._faults.observe(event)
 
-    def hit(self, fault: str, target: Target, why: str = "") -> None:
-        """Show that a target was hit."""
-        self._show(f"chaos: {_at(fault, target)}{why}")
+    def show_hit(self, fault: str, target: Target, detail: str = "") -> None:
+        self._show(f"chaos: {_at(fault, target)}{detail}")
 
-    def undone(self, shot: Shot, target: Target) -> None:
-        """Announce that the fault in the target was undone."""
-        self._events.emit(FaultUndone(fault=shot.fault.name, target=target, shot=shot.number))
-        self._show(f"chaos: {_at(shot.fault.name, target)} undone")
+    def report_undone(self, shot: Shot, target: Target) -> None:
+        """Report that the fault in the target was undone."""
+        fault = shot.fault.name
+        self._events.emit(FaultUndone(fault=fault, target=target, shot=shot.number))
+        self._show(f"chaos: {_at(fault, target)} undone")
 
-    def missed(self, shot: Shot, target: Target | None, reason: str, *, by_agent: bool = False) -> None:
-        """Announce that a target, or the shot as a whole, is not hit; an agent has announced it by an event already."""
+    def report_skipped(self, shot: Shot, target: Target | None, reason: str, *, by_agent: bool = False) -> None:
+        """Report that a target, or the whole shot, is not hit.
+
+        Args:
+            target: None = the whole shot.
+            by_agent: an agent has written the event already.
+        """
         fault = shot.fault.name
         if not by_agent:
-            self._events.emit(FaultSkipped(fault=fault, target=target, shot=shot.number, reason=reason))
+            event = FaultSkipped(fault=fault, target=target, shot=shot.number, reason=reason)
+            self._events.emit(event)
         self.last_reason = reason
-        self._show(f"chaos: {fault if target is None else _at(fault, target)} skipped: {reason}")
+        name = fault if target is None else _at(fault, target)
+        self._show(f"chaos: {name} skipped: {reason}")
 
-    def count(self, hit: bool) -> None:
-        """Count a shot that is settled."""
-        self.num_hit += hit
-        self.num_skipped += not hit
+    def count_shot(self, hit: bool) -> None:
+        """Count a shot whose outcome is known."""
+        if hit:
+            self.num_hit += 1
+        else:
+            self.num_skipped += 1
 
 
 def _at(fault: str, target: Target) -> str:
     if target.replica is None:
         return fault
-    return f"{fault} at group {target.replica}" + ("" if target.rank is None else f" rank {target.rank}")
+    text = f"{fault} at group {target.replica}"
+    return text if target.rank is None else f"{text} rank {target.rank}"

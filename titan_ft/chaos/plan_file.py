@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read a plan from TOML, with the traces that it names."""
+"""Read a plan from a TOML file, and the traces that the file names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,30 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Rule, Uniform, new_seed
+from titan_ft.chaos.plan import (
+    Every,
+    Limits,
+    Listed,
+    ListedFault,
+    Plan,
+    Poisson,
+    Rule,
+    UniformGaps,
+    new_seed,
+)
 from titan_ft.config import ConfigError, closest, load_toml
 from titan_ft.data.assets import find_config
 from titan_ft.faults.catalogue import find_fault
 from titan_ft.faults.schema import NonNegativeInt, NonNegativeNumber, convert
 
 
-class _File(Struct):
-    """The whole TOML."""
+class _PlanFile(Struct):
+    """The top level of the TOML."""
 
-    rule: Annotated[list[Any], Meta(min_length=1, title="an array of tables", description="write [[rule]] above each")]
+    rule: Annotated[
+        list[Any],
+        Meta(min_length=1, title="an array of tables", description="write [[rule]] above each"),
+    ]
     seed: Annotated[NonNegativeInt, Meta(description="leave it out to have one drawn")] | None = None
     start_seconds: Annotated[NonNegativeNumber, Meta(description="0 starts at once")] = 0.0
     stop_after_seconds: Annotated[NonNegativeNumber, Meta(description="0 never stops")] = 0.0
@@ -30,46 +43,73 @@ class _File(Struct):
 class _Script(Struct, tag_field="when", tag="script"):
     shots: Annotated[
         list[Any],
-        Meta(min_length=1, title="a list of tables", description='for example [{at = 10, fault = "kill_group"}]'),
+        Meta(
+            min_length=1,
+            title="a list of tables",
+            description='for example [{at = 10, fault = "kill_group"}]',
+        ),
     ]
 
 
 class _Trace(Struct, tag_field="when", tag="trace"):
-    file: Annotated[str, Meta(min_length=1, title="a path", description="that of a CSV file, relative to this file")]
+    file: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            title="a path",
+            description="that of a CSV file, relative to this file",
+        ),
+    ]
 
 
 def load_plan(path: Path, seed: int | None = None) -> Plan:
     """Read a plan from TOML.
 
     Args:
-        path: the file, or the name of a packaged one; what it names is relative to its folder.
-        seed: goes before the file's. With neither a new one is drawn, which the plan then tells.
+        path: the file, or the name of a packaged plan. Paths in the file are relative to its folder.
+        seed: replaces the file's seed. Without either, a new seed is drawn.
 
     Raises:
-        ConfigError: the file cannot be read, or something in it is wrong; one line.
+        ConfigError: the file cannot be read, or it has a mistake; one line.
     """
     path = find_config(path, "chaos")
     values = load_toml(path)
     try:
-        file = convert(_File, values)
+        file = convert(_PlanFile, values)
         limits = convert(Limits, file.limits, "limits")
-        rules = tuple(_read_rule(f"rule[{index}]", rule, path.parent) for index, rule in enumerate(file.rule))
-        for index, rule in enumerate(rules):
-            for fault, replica in rule.wanted():
-                reason = limits.refusal(fault, replica)
-                if reason is not None:
-                    what = f"rule[{index}] must keep the limits, got {fault.name}: {reason}"
-                    raise ConfigError(f"{what}; remove it, or change the limits")
+        rules = []
+        for index, table in enumerate(file.rule):
+            rules.append(_read_rule(f"rule[{index}]", table, path.parent))
+        _check_limits(rules, limits)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    own_seed = new_seed() if file.seed is None else file.seed
-    times = file.start_seconds, file.stop_after_seconds
-    return Plan(path.name, own_seed if seed is None else seed, *times, limits, rules)
+    if seed is None:
+        seed = new_seed() if file.seed is None else file.seed
+    return Plan(path.name, seed, file.start_seconds, file.stop_after_seconds, limits, tuple(rules))
+
+
+def _check_limits(rules: Sequence[Rule | Listed], limits: Limits) -> None:
+    """Check that each fault of the rules is possible within the limits.
+
+    Raises:
+        ConfigError: a fault can never be injected.
+    """
+    for index, rule in enumerate(rules):
+        for fault, replica in rule.possible_faults():
+            reason = limits.refusal(fault, replica)
+            if reason is not None:
+                raise ConfigError(
+                    f"rule[{index}] must keep the limits, got {fault.name}: {reason}; remove it, or change the limits"
+                )
 
 
 _KINDS: Mapping[str, Any] = {
-    "every": Every, "poisson": Poisson, "uniform": Uniform, "trace": _Trace, "script": _Script
-}  # fmt: skip
+    "every": Every,
+    "poisson": Poisson,
+    "uniform": UniformGaps,
+    "trace": _Trace,
+    "script": _Script,
+}
 
 
 def _read_rule(name: str, values: Any, folder: Path) -> Rule | Listed:
@@ -78,12 +118,16 @@ def _read_rule(name: str, values: Any, folder: Path) -> Rule | Listed:
     if not isinstance(when, str) or when not in _KINDS:
         rule = f"must be one of {', '.join(_KINDS)}, got {when!r}"
         raise ConfigError(f"{name}.when {rule}; {closest(when, _KINDS)}set it")
-    rule = convert(_KINDS[when], values, name, f' with when = "{when}"')
-    if isinstance(rule, _Script):
-        return _in_order(
-            [convert(ListedFault, shot, f"{name}.shots[{index}]") for index, shot in enumerate(rule.shots)]
-        )
-    return _in_order(read_trace(folder / rule.file)) if isinstance(rule, _Trace) else rule
+    table = convert(_KINDS[when], values, name, f' with when = "{when}"')
+    if isinstance(table, _Script):
+        shots = []
+        for index, shot in enumerate(table.shots):
+            shots.append(convert(ListedFault, shot, f"{name}.shots[{index}]"))
+        return _in_order(shots)
+    if isinstance(table, _Trace):
+        return _in_order(read_trace(folder / table.file))
+    assert isinstance(table, Rule), "the other kinds are rules"
+    return table
 
 
 def _in_order(entries: Sequence[ListedFault]) -> Listed:
@@ -96,36 +140,39 @@ COLUMNS = ("time", "fault", "target", "params")
 
 
 def read_trace(path: Path) -> list[ListedFault]:
-    """Read a trace: a CSV file with the columns time, fault, target and, if wanted, params.
+    """Read a trace: a CSV file with the columns time, fault, target and optionally params.
 
-    A line's time is in seconds since the schedule's start. Its target is a group (`2`), a rank of one (`2/0`),
-    `lighthouse`, or empty, which lets the seed choose. Its params are NAME=VALUE, separated by spaces. Empty lines and
-    those that begin with # are skipped.
+    The time is in seconds since the start of the schedule. The target is a group (`2`), a rank
+    (`2/0`), `lighthouse`, or empty, in which case the seed chooses. The params are NAME=VALUE,
+    separated by spaces. Empty lines and lines that begin with # are skipped.
 
     Raises:
-        ConfigError: the file cannot be read, or a line of it is wrong; names the line.
+        ConfigError: the file cannot be read, or a line is wrong; the message names the line.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"trace must be a readable CSV file, got {path} ({reason}); correct the path") from error
-    numbered = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
-    # No cell holds a comma, so nothing is quoted.
-    lines = [
-        (number, [cell.strip() for cell in line.split(",")]) for number, line in numbered if line and line[0] != "#"
-    ]
-    if len(lines) < 2 and (not lines or lines[0][1][0] == COLUMNS[0]):
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if stripped and not stripped.startswith("#"):
+            # No cell holds a comma, so no cell is quoted.
+            lines.append((number, [cell.strip() for cell in stripped.split(",")]))
+    if not lines or (len(lines) == 1 and lines[0][1][0] == COLUMNS[0]):
         raise ConfigError(f"{path.name} must hold at least one fault, got none; add a line such as 30,kill_group,0")
-    (number, head), *rest = lines
+    (head_number, head), *rest = lines
     if tuple(head) not in (COLUMNS, COLUMNS[:-1]):
         rule = f"must name the columns {','.join(COLUMNS)} (the last may be missing)"
-        raise ConfigError(f"{path.name}:{number} {rule}, got {','.join(head)!r}; put them in the first line")
+        raise ConfigError(f"{path.name}:{head_number} {rule}, got {','.join(head)!r}; put them in the first line")
+    entries = []
     for number, cells in rest:
+        name = f"{path.name}:{number}"
         if len(cells) != len(head):
-            what = f"must have {len(head)} columns, got {len(cells)}"
-            raise ConfigError(f"{path.name}:{number} {what}; an empty cell needs its comma")
-    return [_trace_entry(f"{path.name}:{number}", *cells) for number, cells in rest]
+            raise ConfigError(f"{name} must have {len(head)} columns, got {len(cells)}; an empty cell needs its comma")
+        entries.append(_trace_entry(name, *cells))
+    return entries
 
 
 def _trace_entry(name: str, time: str, fault: str, target: str, params: str = "") -> ListedFault:
@@ -135,7 +182,8 @@ def _trace_entry(name: str, time: str, fault: str, target: str, params: str = ""
         case [replica] if replica.isdecimal():
             values["replica"] = int(replica)
         case [replica, rank] if replica.isdecimal() and rank.isdecimal():
-            values |= {"replica": int(replica), "rank": int(rank)}
+            values["replica"] = int(replica)
+            values["rank"] = int(rank)
         case [""]:
             pass
         case ["lighthouse"] if find_fault(fault, f"{name}.fault").scope == "lighthouse":
@@ -152,7 +200,10 @@ def _trace_entry(name: str, time: str, fault: str, target: str, params: str = ""
 
 
 def number(text: str) -> float | str:
-    """Return the number that a text stands for, a whole one as an int; or the text, for its field's check to refuse."""
+    """Return the number in a text, an int for whole numbers; else the text.
+
+    The check of the field that gets the value refuses the text, with a message that names the field.
+    """
     try:
         value = float(text)
     except ValueError:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Carry out a plan on a running job: inject what is due as soon as the limits allow it, undo it, record both."""
+"""Carry out a plan on a running job: inject due faults when the limits allow it, and undo them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titan_ft.chaos.agents import Agents
-from titan_ft.chaos.job import Job
+from titan_ft.chaos.job import RunningJob
 from titan_ft.chaos.outcomes import Outcomes
 from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.processes import Processes, Unreachable
@@ -22,17 +22,22 @@ from titan_ft.run.log import EventLog
 
 
 class ChaosRunner:
-    """Inject the faults of a plan into a running job.
+    """Injects the faults of a plan into a running job.
+
+    The launcher or `titan-ft chaos` calls it, on one thread: `observe` with each event, `poll` about
+    ten times a second, and `close` at the end. `close` continues all stopped processes. See
+    docs/chaos.md.
 
     Args:
-        processes: how signals get to workers.
-        orders: the file by which orders get to agents.
-        events: where all that is done is announced.
-        lighthouse_pid: returns the process of the job's lighthouse on this host, None while there is none.
-        clock: returns seconds that only go forward; the schedule is by it.
+        processes: delivers signals.
+        orders: the file of orders for agents.
+        events: log of the runner's events.
+        lighthouse_pid: returns the process of the job's lighthouse on this host; None = there is none.
+        clock: returns monotonic seconds, for the schedule.
         wall: returns Unix seconds, to compare with the times of events.
-        wait_for_all: the schedule starts once all groups have trained together; otherwise with the first `poll`.
-        show: called with a line for a person about each fault.
+        wait_for_all: True starts the schedule when all groups have trained together; False with the
+            first `poll`.
+        show: called with a line for a person.
     """
 
     def __init__(
@@ -49,86 +54,96 @@ class ChaosRunner:
         show: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.plan = plan
-        self.job = Job(lighthouse_pid)
+        self.job = RunningJob(lighthouse_pid)
         self.outcomes = Outcomes(events, show)
         self._signals = Signals(self.job, processes, self.outcomes, clock, wall)
         self._agents = Agents(self.job, orders, self.outcomes, clock)
-        self._clock, self._wait_for_all = clock, wait_for_all
+        self._clock = clock
+        self._wait_for_all = wait_for_all
         self._start: float | None = None
-        """When the schedule starts; None until the groups train together."""
+        """Start of the schedule in seconds of `clock`; None until the groups train together."""
         self._shots = shots(plan)
         self._next = next(self._shots, None)
         self._waiting: list[Shot] = []
-        self._announced = self._closed = False
+        self._start_reported = False
+        self._closed = False
 
     @property
     def done(self) -> bool:
-        """Tell whether every shot is settled, and all is undone that is undone from here."""
-        return self._next is None and not (self._waiting or self._agents.busy or self._signals.busy)
+        """True if every shot has its outcome and this process has nothing left to undo."""
+        if self._next is not None or self._waiting:
+            return False
+        return not self._agents.busy and not self._signals.busy
 
     def observe(self, event: Event) -> None:
-        """Take in one event of the job; they should come in order of time."""
-        self.job.fold(event)
-        # Only the events of agents have an attempt, those of runners have none.
-        if isinstance(event, FaultInjected | FaultSkipped | FaultUndone) and event.attempt is not None:
+        """Take in one event of the job. Events should come in the order of time."""
+        self.job.observe(event)
+        # Events of agents have an attempt, those of runners have none.
+        is_of_agent = event.attempt is not None
+        if is_of_agent and isinstance(event, FaultInjected | FaultSkipped | FaultUndone):
             self._agents.observe(event)
 
     def poll(self) -> None:
-        """Do what is due; to be called some ten times a second."""
+        """Undo and inject whatever is due."""
         if self._closed:
             return
         now = self._clock()
-        self._signals.undo(math.inf if self.job.ended else now)
+        ended = self.job.ended
+        self._signals.undo(math.inf if ended else now)
         self._agents.give_up()
-        if self.job.ended:
-            self._next, self._waiting = None, []
-        elif self._runs(now):
-            self._shoot(now)
+        if ended:
+            self._next = None
+            self._waiting = []
+        elif self._schedule_runs(now):
+            self._inject_due(now)
 
     def close(self) -> None:
-        """Undo what is not undone yet, and end; a second call does nothing."""
+        """Undo all faults of this process, and end. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
         try:
             self._signals.undo(math.inf)
         finally:
-            self.outcomes.finished()
+            self.outcomes.report_finish()
 
-    def _runs(self, now: float) -> bool:
-        """Tell whether the schedule's clock runs; start it when it is time."""
-        if self._start is None and (self.job.trained_together or not self._wait_for_all):
+    def _schedule_runs(self, now: float) -> bool:
+        """Return whether the schedule has started; start it if all groups have trained."""
+        if self._start is None:
+            if self._wait_for_all and not self.job.trained_together:
+                return False
             self._start = now + self.plan.start_seconds
-        if self._start is None or now < self._start:
+        if now < self._start:
             return False
-        if not self._announced:
-            self._announced = True
-            self.outcomes.started(self.plan)
+        if not self._start_reported:
+            self._start_reported = True
+            self.outcomes.report_start(self.plan)
         return True
 
-    def _shoot(self, now: float) -> None:
-        """Inject what is due and possible; give up what has waited for too long."""
-        assert self._start is not None, "called once the schedule's clock runs"
+    def _inject_due(self, now: float) -> None:
+        """Inject due shots where possible, and skip those that have waited too long."""
+        assert self._start is not None, "called once the schedule has started"
         while self._next is not None and self._start + self._next.time <= now:
             self._waiting.append(self._next)
             self._next = next(self._shots, None)
         for shot in list(self._waiting):
             refusal = self._try(shot)
-            late = now - self._start - shot.time
-            if refusal is not None and not refusal.final and late < self.plan.limits.patience_seconds:
+            if refusal is None:
+                self._waiting.remove(shot)
                 continue
-            self._waiting.remove(shot)
-            if refusal is not None:
-                self.outcomes.missed(shot, None, refusal.reason)
-                self.outcomes.count(False)
+            late_seconds = now - self._start - shot.time
+            if refusal.final or late_seconds >= self.plan.limits.patience_seconds:
+                self._waiting.remove(shot)
+                self.outcomes.report_skipped(shot, None, refusal.reason)
+                self.outcomes.count_shot(hit=False)
 
     def _try(self, shot: Shot) -> Refusal | None:
-        """Inject a shot, or say why not now."""
+        """Inject a shot; return the refusal if that is not possible now."""
         aimed = aim(shot, self.job.view(), self.plan.limits)
         if isinstance(aimed, Refusal):
             return aimed
         if self._agents.awaits_donor:
-            return Refusal("a donor is about to be hit, nobody knows which group that will be", final=False)
+            return Refusal("a donor is about to be hit, and its group is not known yet", final=False)
         try:
             self._inject(aimed)
         except Unreachable as error:
@@ -140,6 +155,6 @@ class ChaosRunner:
         if isinstance(fault, Signal):
             self._signals.send(aimed)
         elif fault.scope == "donor":
-            self._signals.provoke(aimed, lambda: self._agents.order(aimed))
+            self._signals.provoke_heal(aimed, lambda: self._agents.order(aimed))
         else:
             self._agents.order(aimed)

@@ -87,7 +87,8 @@ class Worker:
 
     def order(self, fault: str, **fields: Any) -> None:
         params = fields.pop("params", {})
-        Order(fault=fault, **{"replica": 0, "rank": 0, "seed": 3, "shot": 1, **fields}, params=params).give(self.orders)
+        values = {"replica": 0, "rank": 0, "seed": 3, "shot": 1, **fields}
+        Order(fault=fault, params=params, **values).append_to(self.orders)
 
     def step(self) -> None:
         """Train one step."""
@@ -330,7 +331,7 @@ def test_orders_for_others_are_not_obeyed(worker: Worker, field: str) -> None:
 def test_old_orders_are_not_obeyed(tmp_path: Path, start_worker: Callable[..., Worker], age: float) -> None:
     """Those from before the worker was there killed its predecessor."""
     path = tmp_path / "chaos" / "orders.jsonl"
-    Order(fault="abort_process_group", replica=0, params={}, seed=1, shot=1).give(path)
+    Order(fault="abort_process_group", replica=0, params={}, seed=1, shot=1).append_to(path)
     order = json.loads(path.read_text())
     path.write_text(json.dumps({**order, "time": time.time() - age}) + "\n")
     worker = start_worker()
@@ -479,7 +480,7 @@ def test_half_a_line_waits_for_its_rest(worker: Worker, tmp_path: Path) -> None:
     """As a network file system may show it."""
     path = tmp_path / "chaos" / "orders.jsonl"
     elsewhere = tmp_path / "elsewhere" / "orders.jsonl"
-    Order(fault="abort_process_group", replica=0, rank=0, params={}, seed=1, shot=1).give(elsewhere)
+    Order(fault="abort_process_group", replica=0, rank=0, params={}, seed=1, shot=1).append_to(elsewhere)
     line = elsewhere.read_text()
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
