@@ -497,7 +497,7 @@ class Seat:
         # A round may take hours, and a group that has finished it early waits all that time.
         logger.warning(
             "no quorum after round %d for %.3g s: waiting for other groups, which may be in the "
-            "midst of their round; said again when it is twice as long",
+            "middle of their round; logged again when the wait has doubled",
             step,
             seconds,
         )

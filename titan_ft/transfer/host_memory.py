@@ -56,9 +56,9 @@ class HostMemory:
         free = self._find_free_if_scarce(num_bytes)
         if free is not None:
             logger.warning(
-                "host memory for a copy of this rank's state (%s) is taken when a joiner comes, "
-                "and not yet: for %d ranks it is more than half of what is left (%s); of several "
-                "donors each copies a part then",
+                "no host memory is reserved for a copy of this rank's state (%s): for %d ranks that "
+                "would be more than half of the free memory (%s); memory is taken when a joiner "
+                "comes, and of several donors each then copies a part",
                 size_text(num_bytes),
                 self._num_ranks,
                 size_text(free),
