@@ -7,7 +7,7 @@ beside the packages of .venv. Where they cannot be had, a line says so, and the 
 With pytest arguments: these tests alone. Tests that name parts of torchtitan 0.2.2 fail there.'
 torchtitan=0.3.0 torch=2.14.1 others=(spmd_types==0.2.3 torch_checkpointing==0.1.1) # what it needs besides
 runs=(
-    tests/host/test_titan.py tests/host/test_titan_0_3.py
+    tests/host/test_titan.py tests/host/test_titan_0_3.py tests/host/test_titan_main.py
     'tests/integration/test_kill.py::test_kill_at_point[2-vote_before]'
     'tests/integration/test_parallelism.py::test_parity[fsdp]'
     'tests/integration/test_parallelism.py::test_parity[pp]'

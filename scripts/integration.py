@@ -1,0 +1,17 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Try torchtitan's own integration tests with replica groups: see --help, and benchmarks/integration.py."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is not installed
+
+from benchmarks.integration import main
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it started ends with it
+    sys.exit(main(sys.argv[1:]))
