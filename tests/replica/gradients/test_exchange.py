@@ -224,7 +224,7 @@ def sums(*gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [4, 60, 1 << 20], ids=["a bucket each", "some", "one"])
 def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> None:
-    """Both ranks write the exact sum of their gradients, whatever the buckets, with and without overlap."""
+    """Both ranks write the exact sum of their gradients, for any buckets, with and without overlap."""
     ranks = [ring.rank(bucket_bytes=bucket_bytes, overlap=overlap) for _ in range(2)]
     ring.meet(*ranks)
 
@@ -246,7 +246,10 @@ def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> 
 
 
 def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> None:
-    """Autograd's hooks run for each: what is there before the last one is no gradient yet. In each step anew."""
+    """Autograd's hooks run after each microbatch, and a gradient is final with the last one.
+
+    In every step.
+    """
     ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=3) for _ in range(2)]
 
     def step(number: int, first: int) -> list[torch.Tensor | None]:
@@ -272,8 +275,8 @@ def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> No
             check_gradients(rank, sums(*gradients))
 
 
-def test_what_no_hook_tells_of_is_taken_at_the_end(ring: Ring) -> None:
-    """A schedule with zero bubbles adds gradients of weights by itself, of some of the microbatches."""
+def test_gradients_without_a_hook_call_are_taken_at_the_end(ring: Ring) -> None:
+    """A zero-bubble schedule adds gradients of weights by itself, for some of the microbatches."""
     ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=2) for _ in range(2)]
     ring.meet(*ranks)
 
@@ -295,8 +298,8 @@ def test_what_no_hook_tells_of_is_taken_at_the_end(ring: Ring) -> None:
         check_gradients(rank, sums(*gradients))
 
 
-def test_a_gradient_that_changes_behind_its_last_microbatch_ends_the_run() -> None:
-    """It is on its way already: the update would be of other bytes than the gradients that stock torchtitan has."""
+def test_a_gradient_that_changes_after_its_last_microbatch_ends_the_run() -> None:
+    """It has left already. The update would have other bytes than in stock torchtitan."""
     rank = Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=1)
     rank.exchange.arm(NEWEST)
     rank.backward(seed=1)
@@ -308,10 +311,8 @@ def test_a_gradient_that_changes_behind_its_last_microbatch_ends_the_run() -> No
 
 
 def test_the_first_backward_counts_the_calls_of_each_hook(ring: Ring) -> None:
-    """A weight that is used twice has its hook called twice, by a loss that goes backward in two
-    parts.
-
-    What is there after the first call is half of a gradient.
+    """The hook of a weight that is used twice is called twice, by a loss that goes backward in two
+    parts. After the first call, half of the gradient is there.
     """
     ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=None) for _ in range(2)]
 
@@ -351,7 +352,10 @@ def test_the_first_backward_counts_the_calls_of_each_hook(ring: Ring) -> None:
 
 
 def test_all_ranks_get_the_same_bits(ring: Ring) -> None:
-    """With three ranks a ring adds in another order than we would: but every rank has the same result, near the sum."""
+    """With three ranks, a ring adds in another order than this test.
+
+    But every rank has the same result.
+    """
     ranks = [ring.rank() for _ in range(3)]
     ring.meet(*ranks)
     for number, rank in enumerate(ranks):
@@ -370,7 +374,7 @@ def test_all_ranks_get_the_same_bits(ring: Ring) -> None:
 
 
 def test_a_rank_alone_keeps_its_gradients(ring: Ring) -> None:
-    """In a quorum of one the sum is the rank's own gradient, and nothing is sent."""
+    """In a quorum of one, the sum is the rank's own gradient, and nothing is sent."""
     rank = ring.rank()
     ring.meet(rank)
     rank.seat.process_group.abort()  # it would not survive a collective
@@ -382,7 +386,9 @@ def test_a_rank_alone_keeps_its_gradients(ring: Ring) -> None:
 
 
 def test_a_rank_that_does_not_contribute_sends_zeros(ring: Ring) -> None:
-    """A group that heals, or whose gradients are void, adds nothing, no count either, and still learns the sum."""
+    """A group that heals, or whose gradients are void, adds no gradient and no count, and still
+    gets the sum.
+    """
     giver, taker = ring.rank(counts=True), ring.rank(counts=True)
     ring.meet(giver, taker)
     for number, rank in enumerate((giver, taker)):
@@ -399,7 +405,9 @@ def test_a_rank_that_does_not_contribute_sends_zeros(ring: Ring) -> None:
 
 
 def test_a_rank_that_offers_nothing_has_time_for_itself(ring: Ring) -> None:
-    """The others' buckets are exchanged while a healing rank replays earlier sums, which leaves the buckets alone."""
+    """The others exchange their buckets while a healing rank replays earlier sums, which leaves the
+    buckets alone.
+    """
     giver, taker = ring.rank(), ring.rank()
     ring.meet(giver, taker)
     giver.backward(seed=1)
@@ -422,7 +430,7 @@ def test_a_rank_that_offers_nothing_has_time_for_itself(ring: Ring) -> None:
 
 
 def test_an_exchange_is_under_way_until_the_others_give(ring: Ring) -> None:
-    """Also where all sums are in flight at once: a rank that heals loads its state meanwhile."""
+    """Even if all sums are in flight at once. A rank that heals loads its state meanwhile."""
     giver, taker = ring.rank(bucket_bytes=10_000), ring.rank(bucket_bytes=10_000)
     ring.meet(giver, taker)
     assert len(taker.exchange._buckets) == 1
@@ -459,7 +467,10 @@ def test_an_exchange_is_launched_once(
     first: Callable[[Rank], None],
     second: Callable[[Rank], None],
 ) -> None:
-    """A second launch before `finish` is our bug: two threads would write the same buckets. The first one goes on."""
+    """A second launch before `finish` is a bug: two threads would write the same buckets.
+
+    The first one goes on.
+    """
     rank = ring.rank()
     rank.backward(seed=1)
     expected = rank.gradients()
@@ -479,7 +490,7 @@ def test_an_exchange_is_launched_once(
 
 
 def test_without_a_giver_only_rows_travel(ring: Ring) -> None:
-    """While nobody gives gradients no bucket is exchanged: a waiting job must not compete with a transfer."""
+    """Without gradients no bucket is exchanged: a waiting job must not compete with a transfer."""
     ranks = [ring.rank(), ring.rank()]
     ring.meet(*ranks)
     summed: list[int] = []
@@ -536,7 +547,10 @@ def note_operations(rank: Rank) -> list[str]:
 
 
 def test_three_sums_are_in_flight(ring: Ring) -> None:
-    """Others have begun before one is waited for, so that the wire is busy; rows are sent behind all of them."""
+    """Further sums start before one is awaited, so that the wire is busy.
+
+    Rows are sent after all of them.
+    """
     ranks = [ring.rank(bucket_bytes=48), ring.rank(bucket_bytes=48)]
     ring.meet(*ranks)
     for number, rank in enumerate(ranks):
@@ -550,8 +564,11 @@ def test_three_sums_are_in_flight(ring: Ring) -> None:
     assert first == second == ["facts", "sum 0", "sum 1", *between, *rest, "facts", "facts"]
 
 
-def test_who_lacks_a_sum_sends_no_row(ring: Ring) -> None:
-    """Its last one breaks: the other members, whose sums are complete, must not commit without it."""
+def test_a_member_that_lacks_a_sum_sends_no_row(ring: Ring) -> None:
+    """Its last sum breaks.
+
+    The other members, whose sums are complete, must not commit without it.
+    """
     ranks = [ring.rank(timeout_seconds=1.0), ring.rank(timeout_seconds=1.0)]
     ring.meet(*ranks)
     for number, rank in enumerate(ranks):
@@ -580,8 +597,8 @@ def test_who_lacks_a_sum_sends_no_row(ring: Ring) -> None:
 
 
 @pytest.mark.parametrize("due", [False, True])
-def test_what_is_no_update_for_anybody_does_not_travel(ring: Ring, due: bool) -> None:
-    """Groups with steps of their round left meet for one that heals: nobody would use what they have so far."""
+def test_gradients_without_an_update_do_not_travel(ring: Ring, due: bool) -> None:
+    """Groups with steps left meet for a group that heals. No group would use their sums."""
     ranks = [ring.rank(), ring.rank()]
     ring.meet(*ranks)
     for number, rank in enumerate(ranks):
@@ -599,7 +616,7 @@ def test_what_is_no_update_for_anybody_does_not_travel(ring: Ring, due: bool) ->
 
 
 def test_a_rank_without_gradients_gets_the_sum(ring: Ring) -> None:
-    """A group that made no backward at all gets gradients of the right shapes where the others have some."""
+    """A group without a backward gets gradients of the right shapes from the others."""
     giver, taker = ring.rank(), ring.rank()
     ring.meet(giver, taker)
     giver.backward(seed=1)
@@ -609,7 +626,7 @@ def test_a_rank_without_gradients_gets_the_sum(ring: Ring) -> None:
 
 
 def test_a_parameter_that_one_rank_uses(ring: Ring) -> None:
-    """A parameter without gradient counts as zeros where another rank has one."""
+    """A parameter without a gradient counts as zeros if another rank has one."""
     ranks = [ring.rank(), ring.rank()]
     ring.meet(*ranks)
     for number, rank in enumerate(ranks):
@@ -625,7 +642,10 @@ def test_a_parameter_that_one_rank_uses(ring: Ring) -> None:
 
 
 def test_a_parameter_that_no_rank_uses_has_no_gradient(ring: Ring) -> None:
-    """An optimizer skips a parameter without gradient; zeros would make it decay. What was used before is reset."""
+    """An optimizer skips a parameter without a gradient.
+
+    With zeros, it would decay the parameter. Old gradients are removed.
+    """
     ranks = [ring.rank(), ring.rank()]
     ring.meet(*ranks)
     for rank in ranks:
@@ -640,7 +660,10 @@ def test_a_parameter_that_no_rank_uses_has_no_gradient(ring: Ring) -> None:
 
 
 def test_low_precision_gradients_are_added_in_float32(ring: Ring) -> None:
-    """bfloat16 gradients are rounded once, after the sum: 256 + 3 x 1 would lose each 1 otherwise."""
+    """bfloat16 gradients are rounded once, after the sum.
+
+    Otherwise 256 + 3 x 1 would lose each 1.
+    """
     ranks = [ring.rank(bucket_bytes=1 << 20, overlap=False) for _ in range(4)]
     ring.meet(*ranks)
     for number, rank in enumerate(ranks):
@@ -656,7 +679,7 @@ def test_low_precision_gradients_are_added_in_float32(ring: Ring) -> None:
 
 
 def test_scaling_and_keeping(ring: Ring) -> None:
-    """A result can be kept, outlives the next exchange, and is scaled when it is written, however often that is."""
+    """A copy of the sums outlives the next exchange. The sums are scaled at each write."""
     rank = ring.rank()
     ring.meet(rank)
     rank.backward(seed=1)
@@ -673,7 +696,7 @@ def test_scaling_and_keeping(ring: Ring) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_gradients_of_another_loss_are_scaled_once(ring: Ring, kept: bool) -> None:
-    """Live or replayed, also when a broken exchange is repeated: what travels, and what is kept, are the raw sums."""
+    """Live or replayed, and after a broken exchange. Unscaled gradients travel and are kept."""
     rank = Rank(0, 60, overlap=False, timeout_seconds=DEADLINE, gradient_scale=0.25)
     ring.meet(rank)
     rank.backward(seed=1)
@@ -720,8 +743,11 @@ def only(
 
 @pytest.mark.parametrize("given", [[1], [0, 2]])
 @pytest.mark.parametrize("kept", [False, True])
-def test_only_what_is_given_travels(ring: Ring, given: list[int], kept: bool) -> None:
-    """The other fragments' parameters get no gradient, so that an optimizer leaves them alone; also where one heals."""
+def test_only_given_fragments_travel(ring: Ring, given: list[int], kept: bool) -> None:
+    """Parameters of other fragments get no gradient, so an optimizer skips them.
+
+    Joiners as well.
+    """
     ranks = fragmented(ring, 3)
     totals = only(given, sums(ranks[0].gradients(), ranks[1].gradients()))
     for rank in ranks[:2]:
@@ -738,7 +764,7 @@ def test_only_what_is_given_travels(ring: Ring, given: list[int], kept: bool) ->
 
 
 def test_a_mean_is_by_the_weights_that_were_given(ring: Ring) -> None:
-    """Each fragment has its own: a group may have trained more on one of them than on the other."""
+    """Each fragment has its own weight: a group may have trained more on one than on the other."""
     ranks = fragmented(ring)
     first, second = (only([0, 1], rank.gradients()) for rank in ranks)
     for rank, weights in zip(ranks, ({0: 0.25, 1: 1.0}, {0: 0.75, 1: 3.0}), strict=True):
@@ -756,7 +782,10 @@ def test_a_mean_is_by_the_weights_that_were_given(ring: Ring) -> None:
 
 
 def test_givers_of_different_fragments_send_rows_only(ring: Ring) -> None:
-    """One has made an update that the other has missed: the rows will show it, and no sum may be of two fragments."""
+    """One group has made an update that the other has missed.
+
+    The rows show it, and no sum may mix two fragments.
+    """
     ranks = fragmented(ring)
     before = [rank.gradients() for rank in ranks]
     ranks[0].exchange.give_fragments({0: 1.0})
@@ -768,8 +797,10 @@ def test_givers_of_different_fragments_send_rows_only(ring: Ring) -> None:
         assert not any(each is not None for each in rank.sums.copy().flats)
 
 
-def test_an_exchange_that_was_sent_needs_nobody_until_it_is_finished(ring: Ring) -> None:
-    """Rows and sums go between the threads, while this rank does something else; what it does is in neither."""
+def test_a_whole_exchange_goes_on_without_the_training_thread(ring: Ring) -> None:
+    """Rows and sums travel between the threads while this rank does something else, which is in
+    neither.
+    """
     ranks = fragmented(ring)
     totals = only([0], sums(*[rank.gradients() for rank in ranks]))
     facts: list[Callable[[Quorum], Any]] = [
@@ -792,8 +823,11 @@ def test_an_exchange_that_was_sent_needs_nobody_until_it_is_finished(ring: Ring)
         assert not rank.exchange.is_launched
 
 
-def test_an_exchange_that_was_sent_and_broke_is_repeated(ring: Ring) -> None:
-    """It breaks while nobody looks; that it did is told when it is finished, and the next one has the same sums."""
+def test_a_whole_exchange_that_broke_is_repeated(ring: Ring) -> None:
+    """It breaks while the training thread is busy.
+
+    `finish` raises, and the next exchange has the same sums.
+    """
     ranks = fragmented(ring)
     totals = only([0], ranks[0].gradients())
     ranks[0].exchange.give_fragments({0: 1.0})
@@ -854,7 +888,10 @@ def exchange_all(ring: Ring, ranks: list[Rank]) -> torch.Tensor:
 
 
 def test_quantized_sums_have_the_same_bytes_everywhere(ring: Ring) -> None:
-    """In those that give, in one that heals, in what it keeps for its replay; near the sum, and no ring's rounding."""
+    """On givers, on joiners, and in the copies for their replay.
+
+    The error is smaller than a ring's.
+    """
     *givers, joiner = quantized(ring, 4)
     totals = sums(*[rank.gradients() for rank in givers])
     joiner.exchange.launch()
@@ -873,7 +910,7 @@ def test_quantized_sums_have_the_same_bytes_everywhere(ring: Ring) -> None:
         assert 0 < (found - wanted).abs().max() < 3 * 0.51 / 127 * max(values_of(rank).abs().max() for rank in givers)
 
 
-def test_what_rounding_leaves_behind_is_sent_later(ring: Ring) -> None:
+def test_the_rounding_error_is_sent_later(ring: Ring) -> None:
     """The sums of many exchanges add up to the exact ones: errors neither grow nor drift."""
     ranks = quantized(ring)
     exact = sum(values_of(rank).double() for rank in ranks)
@@ -885,7 +922,7 @@ def test_what_rounding_leaves_behind_is_sent_later(ring: Ring) -> None:
 
 
 def test_a_broken_quantized_exchange_is_repeated_with_the_same_bytes(ring: Ring) -> None:
-    """It breaks in the last bucket; what rounding left of the others is not added to them, nor counted twice."""
+    """It breaks in the last bucket. The rounding errors of the other buckets do not count twice."""
     ranks = quantized(ring, 3)
     survivors, lost = ranks[:2], ranks[2]
     exchange_all(ring, ranks)  # so that something is left
@@ -930,8 +967,8 @@ def test_a_broken_quantized_exchange_is_repeated_with_the_same_bytes(ring: Ring)
 
 
 @pytest.mark.parametrize("gives", ["nothing", "a replay"])
-def test_what_is_left_stays_where_this_rank_gives_nothing(ring: Ring, gives: str) -> None:
-    """An update without its gradients, which were void or not finite, makes nothing good; nor does a replayed one."""
+def test_the_rounding_error_stays_if_this_rank_gives_nothing(ring: Ring, gives: str) -> None:
+    """An update without its gradients corrects nothing, and neither does a replayed one."""
     rank, peer = quantized(ring)
     exchange_all(ring, [rank, peer])
     sent = note_payloads(rank)
@@ -951,8 +988,8 @@ def test_what_is_left_stays_where_this_rank_gives_nothing(ring: Ring, gives: str
     assert sent[-number:] == sent[:number]
 
 
-def test_what_is_left_goes_with_the_state(ring: Ring) -> None:
-    """A group that has loaded another group's state begins as one that has sent nothing yet."""
+def test_the_rounding_error_goes_with_the_state(ring: Ring) -> None:
+    """A group that has loaded another group's state starts like one that has sent nothing yet."""
     ranks = quantized(ring)
     sent = note_payloads(ranks[0])
     exchange_all(ring, ranks)
@@ -964,7 +1001,9 @@ def test_what_is_left_goes_with_the_state(ring: Ring) -> None:
 
 
 def test_a_rank_alone_rounds_nothing(ring: Ring) -> None:
-    """In a quorum of one the sum is its own gradient and what earlier exchanges have left, which is nothing then."""
+    """In a quorum of one, the sum is its own gradient plus the earlier rounding error, which is 0
+    afterwards.
+    """
     rank, peer = quantized(ring)
     exact = sum(values_of(each).double() for each in (rank, peer))
     left = exact - exchange_all(ring, [rank, peer]).double()
@@ -975,8 +1014,8 @@ def test_a_rank_alone_rounds_nothing(ring: Ring) -> None:
     assert torch.equal(exchange_all(ring, [rank]), own)
 
 
-def test_what_is_left_is_of_a_fragment(ring: Ring) -> None:
-    """An exchange of another fragment neither sends it nor makes it void."""
+def test_the_rounding_error_belongs_to_a_fragment(ring: Ring) -> None:
+    """An exchange of another fragment neither sends it nor drops it."""
     ranks = fragmented(ring, quantize=True)
     for rank in ranks:
         for place, parameter in enumerate(rank.parameters):
@@ -1003,7 +1042,7 @@ def test_what_is_left_is_of_a_fragment(ring: Ring) -> None:
 
 
 def test_a_quantized_gradient_that_is_not_finite_is_seen(ring: Ring) -> None:
-    """Before it is rounded; the sum has no finite number in its place."""
+    """It is found before it is rounded. The sum has no finite number in its place."""
     ranks = quantized(ring)
     assert ranks[0].parameters[0].grad is not None
     ranks[0].parameters[0].grad[0, 0] = float("inf")
@@ -1020,7 +1059,7 @@ BFLOAT16 = {"dtype": torch.bfloat16}
 
 
 def test_sums_in_bfloat16_have_the_same_bytes_everywhere(ring: Ring) -> None:
-    """In those that give, in one that heals, in what it keeps for its replay; counts and weights are exact."""
+    """On givers, on joiners, and in the copies for their replay. Counts and weights are exact."""
     ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, counts=True, **BFLOAT16) for _ in range(4)]
     *givers, joiner = ranks
     ring.meet(*ranks)
@@ -1048,7 +1087,7 @@ def test_sums_in_bfloat16_have_the_same_bytes_everywhere(ring: Ring) -> None:
 
 @pytest.mark.parametrize("numel", [1, 64, 601])
 def test_buckets_in_bfloat16_take_half_of_the_memory(numel: int) -> None:
-    """What a joiner keeps of them for its replay too: two bytes for a gradient, four for a number that is exact."""
+    """The copies of a joiner do so, too: two bytes for a gradient, four for an exact value."""
     parameters = [nn.Parameter(torch.zeros(numel)), nn.Parameter(torch.zeros(3, 2))]
     count = torch.zeros(5)
 
@@ -1068,7 +1107,7 @@ def test_buckets_in_bfloat16_take_half_of_the_memory(numel: int) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_means_of_sums_in_bfloat16_are_rounded_once(ring: Ring, kept: bool) -> None:
-    """Where they are fp32 again: a product in bfloat16 would lose digits that a gradient has."""
+    """They are made in fp32: a product in bfloat16 would lose digits."""
     ranks = [Rank(0, 200, overlap=False, timeout_seconds=DEADLINE, **BFLOAT16) for _ in range(2)]
     ring.meet(*ranks)
     for seed, rank in enumerate(ranks):
@@ -1083,7 +1122,10 @@ def test_means_of_sums_in_bfloat16_are_rounded_once(ring: Ring, kept: bool) -> N
 
 
 def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
-    """From the same gradients, with those that are left; a rank alone rounds them too; a NaN is named."""
+    """From the same gradients, with the survivors.
+
+    A rank alone rounds them too, and a NaN is named.
+    """
     ranks = [Rank(0, 200, overlap=False, timeout_seconds=DEADLINE, **BFLOAT16) for _ in range(3)]
     ring.meet(*ranks)
     for seed, rank in enumerate(ranks):
@@ -1160,7 +1202,7 @@ def test_the_timeout_bounds_a_slice_and_not_a_bucket(
     monkeypatch: pytest.MonkeyPatch,
     operation: str,
 ) -> None:
-    """On a link that is slow, but works, a bucket arrives although it takes longer than the timeout."""
+    """On a slow link that works, a bucket arrives even if it takes longer than the timeout."""
     seconds, timeout, size = (
         1.25,
         0.5,
@@ -1186,7 +1228,7 @@ def test_slices_are_put_together_as_one_operation_would(
     operation: str,
     columns: int,
 ) -> None:
-    """The same bytes, whether or not the size is a multiple of the slice; what is no larger than one is not cut."""
+    """The bytes are the same for any size. An input of at most one slice is not cut."""
     made, groups = meet_for_operations(ring, 3)
     run = OPERATIONS[operation]
     given = [payload(operation, seed, 3, columns) for seed in range(3)]
@@ -1214,7 +1256,7 @@ def test_slices_are_put_together_as_one_operation_would(
 
 
 def test_a_gpu_gets_no_slices(ring: Ring) -> None:
-    """NCCL's operations are queued, and none of them has to end in a time of its own."""
+    """NCCL's operations are queued, and none of them must end within a time of its own."""
     (single,), _ = meet_for_operations(ring, 1)
     single._where = torch.device("meta")
     given: list[torch.Tensor] = []
@@ -1225,7 +1267,7 @@ def test_a_gpu_gets_no_slices(ring: Ring) -> None:
 
 @pytest.mark.parametrize("quantize", [False, True])
 def test_bytes_on_the_wire_are_counted(ring: Ring, quantize: bool) -> None:
-    """Those of gradients, whether the exchange works or breaks; a rank alone sends none."""
+    """Bytes of gradients, whether the exchange works or breaks. A rank alone sends none."""
     ranks = [Rank(0, 1 << 20, overlap=False, timeout_seconds=DEADLINE, quantize=quantize) for _ in range(3)]
     for rank in ranks:
         rank.backward(seed=1)
@@ -1265,7 +1307,10 @@ def test_bytes_on_the_wire_are_counted(ring: Ring, quantize: bool) -> None:
 
 
 def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
-    """FSDP calls the hooks with sharded gradients: the exchange is launched by them and writes DTensors back."""
+    """FSDP calls the hooks with sharded gradients.
+
+    They launch the exchange, and the sums are written back as DTensors.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -1292,7 +1337,10 @@ def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
 
 
 def test_parameters_are_cut_into_buckets_in_order() -> None:
-    """Runs of at most the given size; a larger parameter has a bucket of its own; nothing is lost or reordered."""
+    """Runs of at most the given size.
+
+    A larger parameter has a bucket of its own, and none is lost or reordered.
+    """
     parts = [Gradient(nn.Parameter(torch.empty(numel))) for numel in (2, 2, 1, 30, 3, 0, 1, 1)]
     runs = partition(parts, 16)
     assert [[part.shape.numel() for part in run] for run in runs] == [
@@ -1306,7 +1354,7 @@ def test_parameters_are_cut_into_buckets_in_order() -> None:
 
 
 def test_the_last_layers_come_first(ring: Ring) -> None:
-    """Buckets follow the order in which autograd finishes; parameters that do not learn are left out."""
+    """Buckets follow the order in which autograd finishes. Frozen parameters are left out."""
     rank = ring.rank(bucket_bytes=1)
     model = rank.model
     expected = [model.last.bias, model.last.weight, model.sometimes.bias, model.sometimes.weight]
@@ -1319,7 +1367,10 @@ def test_collectives_come_in_the_order_of_the_buckets(
     ring: Ring,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However gradients become ready, all ranks launch the same buckets in the same order: else they would deadlock."""
+    """Gradients become ready in any order.
+
+    All ranks must launch the same buckets in the same order, or they would deadlock.
+    """
     ranks = [ring.rank(bucket_bytes=1), ring.rank(bucket_bytes=1)]
     ring.meet(*ranks)
     launched: list[list[int]] = [[], []]
@@ -1361,8 +1412,8 @@ def test_collectives_come_in_the_order_of_the_buckets(
 
 
 @pytest.mark.parametrize("bucket_bytes", [4, 1 << 20], ids=["a bucket each", "one"])
-def test_counts_are_summed_exactly_and_as_they_are(ring: Ring, bucket_bytes: int) -> None:
-    """What the model counted in all of its passes is summed with the gradients, up to 2**24, and not scaled."""
+def test_counts_are_summed_exactly_and_unscaled(ring: Ring, bucket_bytes: int) -> None:
+    """The counts of all passes are summed with the gradients, exact up to 2**24."""
     ranks = [ring.rank(bucket_bytes=bucket_bytes, counts=True) for _ in range(3)]
     ring.meet(*ranks)
     for number, rank in enumerate(ranks):
@@ -1429,7 +1480,7 @@ def test_buckets_leave_during_backward(ring: Ring, monkeypatch: pytest.MonkeyPat
 
 
 def test_backward_does_not_wait_for_the_quorum(ring: Ring) -> None:
-    """A lighthouse that takes its time holds up neither backward nor its hooks."""
+    """A slow lighthouse delays neither backward nor its hooks."""
     rank = ring.rank()
     rank.exchange.arm(NEWEST)
     rank.backward(seed=1)
@@ -1442,7 +1493,10 @@ def test_backward_does_not_wait_for_the_quorum(ring: Ring) -> None:
 
 
 def test_only_the_armed_backward_launches(ring: Ring) -> None:
-    """With gradient accumulation nothing leaves before the last microbatch, and the sum of all of them does."""
+    """With gradient accumulation, nothing leaves before the last microbatch.
+
+    Then the sum of all of them leaves.
+    """
     rank, peer = ring.rank(bucket_bytes=1), ring.rank(bucket_bytes=1)
     ring.meet(rank, peer)
     for bucket in rank.exchange._buckets:
@@ -1468,7 +1522,9 @@ def test_only_the_armed_backward_launches(ring: Ring) -> None:
 
 
 def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> None:
-    """After a member is lost the survivors repeat with what they have: the exact sum, nothing recomputed or counted."""
+    """After a member is lost, the survivors repeat with their gradients: the exact sum, and nothing
+    is computed again.
+    """
     ranks = [ring.rank(counts=True) for _ in range(3)]
     ring.meet(*ranks)
     survivors, lost = ranks[:2], ranks[2]
@@ -1500,7 +1556,10 @@ def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> No
 
 
 def test_a_peer_that_hangs_costs_the_timeout(ring: Ring) -> None:
-    """A member that stops in the middle breaks the exchange after the timeout, with the buckets free for the next."""
+    """A member that stops during the exchange breaks it after the timeout.
+
+    Then the buckets are free again.
+    """
     rank, peer = ring.rank(bucket_bytes=1, timeout_seconds=0.5), ring.rank(bucket_bytes=1)
     ring.meet(rank, peer)
     rank.backward(seed=1)
@@ -1520,7 +1579,10 @@ def test_a_peer_that_hangs_costs_the_timeout(ring: Ring) -> None:
 
 
 def test_the_timeout_is_of_a_collective_not_of_the_rendezvous(ring: Ring) -> None:
-    """Membership builds process groups with a short timeout; a peer may be later than that in an exchange."""
+    """Membership builds process groups with a short timeout.
+
+    A peer may be later than that in an exchange.
+    """
     ranks = [ring.rank(), ring.rank()]
     for rank in ranks:
         rank.seat.process_group.set_timeout(timedelta(seconds=0.3))
@@ -1534,7 +1596,7 @@ def test_the_timeout_is_of_a_collective_not_of_the_rendezvous(ring: Ring) -> Non
 
 
 def test_a_quorum_without_process_group_is_a_broken_exchange(ring: Ring) -> None:
-    """When the process group could not be built, the exchange says why and can be repeated."""
+    """If the process group could not be built, the exchange reports why, and can be repeated."""
     rank = ring.rank()
     rank.seat.quorum.set_result(Quorum("1/test", 0, (), max_step=0, error="nobody came"))
     rank.backward(seed=1)
@@ -1548,8 +1610,11 @@ def test_a_quorum_without_process_group_is_a_broken_exchange(ring: Ring) -> None
     check_gradients(rank, before)
 
 
-def test_what_the_membership_says_is_no_broken_exchange(ring: Ring) -> None:
-    """A dead lighthouse or a replaced group ends the run by its own error; repeating would not help."""
+def test_an_error_of_the_membership_is_no_broken_exchange(ring: Ring) -> None:
+    """A dead lighthouse or a replaced group ends the run with its own error.
+
+    A repetition would not help.
+    """
     rank = ring.rank()
     rank.seat.quorum.set_exception(LighthouseError("gone"))
     rank.exchange.arm(NEWEST)
@@ -1570,7 +1635,10 @@ def test_an_abort_by_another_rank_is_a_broken_exchange(ring: Ring) -> None:
 
 
 def test_a_defect_is_no_broken_exchange(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An assert that fails on the exchange's thread ends the run: to repeat the exchange would hide it."""
+    """A failed assertion on the exchange's thread ends the run.
+
+    A repetition of the exchange would hide it.
+    """
     rank = ring.rank()
     ring.meet(rank)
     monkeypatch.setattr(
@@ -1587,7 +1655,10 @@ def test_a_broken_number_of_givers_is_no_number(
     ring: Ring,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """NCCL raises nothing and leaves garbage: a rank that believed it would make another collective than the others."""
+    """NCCL raises nothing and leaves garbage.
+
+    A rank that trusted it would make another collective than the others.
+    """
     rank, peer = ring.rank(), ring.rank()
     ring.meet(rank, peer)
     sizes: list[int] = []
@@ -1612,7 +1683,10 @@ def test_a_broken_number_of_givers_is_no_number(
 
 
 def test_no_thread_outlives_its_exchange(ring: Ring) -> None:
-    """Broken or not, the exchange's thread has ended when finish returns: the next one writes the same buckets."""
+    """Broken or not, the exchange's thread has ended when `finish` returns.
+
+    The next one writes the same buckets.
+    """
     others = set(threading.enumerate())
     rank = ring.rank()
     ring.meet(rank)
@@ -1631,7 +1705,7 @@ def test_no_thread_outlives_its_exchange(ring: Ring) -> None:
 
 
 def test_an_update_owns_its_sums_until_the_next_exchange(ring: Ring) -> None:
-    """Sums that the next exchange overwrites would make an update of other bytes: they refuse, and a copy lasts."""
+    """After that, a write would make an update of other bytes, and is refused. A copy lasts."""
     rank = ring.rank()
     ring.meet(rank)
     rank.backward(seed=1)
@@ -1649,7 +1723,7 @@ def test_an_update_owns_its_sums_until_the_next_exchange(ring: Ring) -> None:
 
 
 def test_a_bucket_names_the_owner_of_its_memory(ring: Ring) -> None:
-    """The training, the exchange, the update; after a broken exchange the training again."""
+    """The training, the exchange, or the update; after a broken exchange the training again."""
     rank, peer = ring.rank(), ring.rank()
     ring.meet(rank, peer)
     states = lambda: {bucket.state for bucket in rank.exchange._buckets}  # noqa: E731
@@ -1673,7 +1747,10 @@ def test_a_bucket_names_the_owner_of_its_memory(ring: Ring) -> None:
 
 
 def test_sums_of_a_broken_exchange_hold_no_memory(ring: Ring) -> None:
-    """Its buckets get other memory, and an update of before must not keep the old one: it may be gigabytes."""
+    """Its buckets get other memory.
+
+    An earlier update must not keep the old one, which may be gigabytes.
+    """
     rank, peer = ring.rank(), ring.rank()
     ring.meet(rank)
     live = rank.finish().sums

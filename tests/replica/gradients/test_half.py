@@ -24,8 +24,8 @@ def exchange(flats: list[torch.Tensor], num_exact: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("number", [2, 3, 5])
 @pytest.mark.parametrize("numel", [0, 1, 6, 601])
-def test_sums_are_alike_and_as_near_as_promised(number: int, numel: int) -> None:
-    """The same bytes for all, off by less than 1/127 of the magnitudes; whole numbers to 2**24 are exact."""
+def test_sums_are_equal_everywhere_and_as_exact_as_promised(number: int, numel: int) -> None:
+    """The error is less than 1/127 of the magnitudes. Whole numbers up to 2**24 are exact."""
     generator = torch.Generator().manual_seed(numel)
     flats = [torch.randn(numel + 3, generator=generator) for _ in range(number)]
     for flat in flats:
@@ -39,13 +39,13 @@ def test_sums_are_alike_and_as_near_as_promised(number: int, numel: int) -> None
 
 
 def test_terms_are_added_up_before_they_are_rounded_again() -> None:
-    """A ring in bfloat16 would lose each of the small ones."""
+    """A ring in bfloat16 would lose each of the small terms."""
     flats = [torch.tensor([256.0 if member == 0 else 0.75]) for member in range(5)]
     assert exchange(flats, 0)[0].tolist() == [260.0]  # 259, between 258 and 260, goes to the even one
 
 
-def test_what_is_not_finite_stays_so() -> None:
-    """In its place, and only there."""
+def test_values_that_are_not_finite_stay_so() -> None:
+    """In their places, and only there."""
     flats = [torch.tensor([1.0, float("nan"), float("inf"), 2.0]), torch.ones(4)]
     found = exchange(flats, 1)[0]
     assert found[[0, 3]].tolist() == [2.0, 3.0]
@@ -54,6 +54,6 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 def test_half_of_the_bytes_are_sent() -> None:
-    """A ring sends 2 (n - 1) / n of 4 bytes for a value; this does of 2."""
+    """A ring sends 2 (n - 1) / n times 4 bytes for a value. This sends as many times 2 bytes."""
     for number in (2, 4, 30):
         assert half.wire_bytes(12000, 0, number) == 2 * (number - 1) * 12000 * 2 // number

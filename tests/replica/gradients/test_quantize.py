@@ -35,7 +35,7 @@ def scales_of(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7, 40 * BLOCK + 255])
 def test_no_value_is_off_by_more_than_half_of_its_blocks_scale(numel: int) -> None:
-    """Whatever the size of the others, in blocks that are full and in one that is not."""
+    """For other values of any size, in full blocks and in the last one."""
     values = draw(numel)
     off = (travel(values).double() - values.double()).abs()
     assert bool((off <= HALF * scales_of(values)).all())
@@ -43,7 +43,7 @@ def test_no_value_is_off_by_more_than_half_of_its_blocks_scale(numel: int) -> No
 
 
 def test_a_large_value_spoils_its_own_block_only() -> None:
-    """Block ends are where they are said to be: the first value of a block has nothing to do with the one before."""
+    """The first value of a block does not depend on the block before."""
     values = torch.full((2 * BLOCK,), 1e-3)
     values[BLOCK - 1] = 1e3
     arrived = travel(values)
@@ -52,7 +52,7 @@ def test_a_large_value_spoils_its_own_block_only() -> None:
 
 
 def test_the_largest_values_of_a_block_are_sent_as_they_are() -> None:
-    """To the rounding of the scale, with either sign; none of them wraps around."""
+    """Up to the rounding of the scale, with either sign. None of them wraps around."""
     values = torch.tensor([3.7, -3.7, 0.0, 3.7 / 127])
     assert torch.allclose(travel(values), values, rtol=1e-6, atol=0)
 
@@ -66,15 +66,18 @@ def test_zeros_are_zeros() -> None:
 
 @pytest.mark.parametrize("size", [2.0**-149, 2.0**-140, 2.0**-127, TINY, 100 * TINY])
 def test_subnormal_values_are_off_by_a_subnormal_number(size: float) -> None:
-    """Their scale would be one of a few bits, or zero; nothing becomes an inf, or changes its sign."""
+    """Their scale would have a few bits, or be zero.
+
+    No value becomes an inf, or changes its sign.
+    """
     values = torch.tensor([size, -size, size / 2, 0.0])
     off = (travel(values).double() - values.double()).abs()
     assert off.max().item() <= min(size, 0.5 * max(size / 127, TINY) * (1 + 2**-15))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_arrives_as_that(bad: float) -> None:
-    """A block with an inf or a NaN comes out as NaNs, the others as they are: never a finite number in its place."""
+def test_a_block_that_is_not_finite_arrives_as_nans(bad: float) -> None:
+    """Other blocks arrive unchanged. No finite number takes the place of an inf or a NaN."""
     values = draw(3 * BLOCK)
     values[BLOCK + 3] = bad
     arrived = travel(values)
@@ -84,8 +87,8 @@ def test_what_is_not_finite_arrives_as_that(bad: float) -> None:
 
 
 @pytest.mark.parametrize("numel", [0, 1, BLOCK + 3])
-def test_some_are_not_rounded(numel: int) -> None:
-    """What ends a bucket arrives bit for bit, whatever the values before it."""
+def test_exact_values_are_not_rounded(numel: int) -> None:
+    """The values at the end of a bucket arrive bit for bit."""
     exact = torch.tensor([1 / 3, 0.0, 1e-30])
     payload = encode(torch.cat([torch.full((numel,), 1e20), exact]), 3)
     assert payload.dtype == torch.uint8
@@ -94,12 +97,12 @@ def test_some_are_not_rounded(numel: int) -> None:
 
 
 def test_a_payload_is_a_quarter() -> None:
-    """One byte for each value and four for each block of them, not counting what fills up the last one."""
+    """One byte for each value and four for each block, without the padding of the last block."""
     assert payload_bytes(1000 * BLOCK, 10) == 1000 * BLOCK + 4000 + 40
 
 
 def test_payloads_are_added_up_in_their_order() -> None:
-    """In fp32, the exact ones too: 1 + 2**24 - 2**24 is 0 in one order and 1 in another."""
+    """In fp32, exact values too: 1 + 2**24 - 2**24 is 0 in one order and 1 in another."""
     flats = [torch.tensor([number, number]) for number in (1.0, 2.0**24, -(2.0**24))]
     total = torch.full((2,), 9.0)
     for order, expected in [((0, 1, 2), 0.0), ((1, 2, 0), 1.0)]:
@@ -121,8 +124,11 @@ def exchange(residual: Residual, change: torch.Tensor) -> torch.Tensor:
     return decode(payload, 0)[0][: change.numel()]
 
 
-def test_what_rounding_leaves_behind_comes_later() -> None:
-    """The sum of what arrives in many exchanges is the exact one but for the last rounding; without, errors add up."""
+def test_the_rounding_error_arrives_later() -> None:
+    """The sum over many exchanges is exact up to the last rounding.
+
+    Without feedback, errors add up.
+    """
     rounds, numel = 300, 2 * BLOCK + 9
     residual, exact = Residual(), torch.zeros(numel, dtype=torch.float64)
     with_feedback, without = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
@@ -141,7 +147,7 @@ def test_what_rounding_leaves_behind_comes_later() -> None:
 
 
 def test_a_change_below_half_a_scale_arrives_after_some_exchanges() -> None:
-    """Without feedback a small change beside a large one would never arrive."""
+    """Without feedback, a small change beside a large one would never arrive."""
     residual, change = Residual(), torch.tensor([127.0, 0.25])
     arrived = []
     for _ in range(8):
@@ -152,7 +158,7 @@ def test_a_change_below_half_a_scale_arrives_after_some_exchanges() -> None:
 
 
 def test_a_repeated_exchange_sends_the_same_bytes() -> None:
-    """It may be repeated any number of times: what is left behind counts once, when the update is made."""
+    """For any number of repetitions. The rounding error counts once, when the update is applied."""
     residual, change = Residual(), torch.tensor([127.0, 0.4])
     exchange(residual, change)
     residual.commit()
@@ -163,8 +169,11 @@ def test_a_repeated_exchange_sends_the_same_bytes() -> None:
     assert third[1].item() == 0.0, "0.4 + 0.4 went as 1, which leaves -0.2"
 
 
-def test_an_exchange_without_this_groups_change_leaves_what_was_left() -> None:
-    """A change that was left out, or is void, was not sent: nothing of it is left, and nothing is made good."""
+def test_an_exchange_without_this_groups_change_keeps_its_rounding_error() -> None:
+    """A change that was left out, or is void, was not sent.
+
+    So its error neither counts nor is corrected.
+    """
     residual, change = Residual(), torch.tensor([127.0, 0.4])
     exchange(residual, change)
     residual.commit()
@@ -174,8 +183,8 @@ def test_an_exchange_without_this_groups_change_leaves_what_was_left() -> None:
     assert exchange(residual, change)[1].item() == 1.0
 
 
-def test_nothing_is_left_when_there_is_nobody_to_send_it_to() -> None:
-    """A group alone takes its change as it is, with what was left of earlier ones."""
+def test_a_group_alone_has_no_rounding_error() -> None:
+    """It takes its change unrounded, with the error of earlier ones."""
     residual = Residual()
     exchange(residual, torch.tensor([127.0, 0.4]))
     residual.commit()
@@ -188,8 +197,8 @@ def test_nothing_is_left_when_there_is_nobody_to_send_it_to() -> None:
     assert exchange(residual, torch.tensor([127.0, 0.25]))[1].item() == 0.0
 
 
-def test_what_is_left_is_dropped_with_the_state() -> None:
-    """Another state has nothing to be made good."""
+def test_the_rounding_error_is_dropped_with_the_state() -> None:
+    """It does not belong to another state."""
     residual = Residual()
     for _ in range(2):
         exchange(residual, torch.tensor([127.0, 0.4]))
@@ -200,8 +209,8 @@ def test_what_is_left_is_dropped_with_the_state() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_change_that_is_not_finite_leaves_nothing(bad: float) -> None:
-    """If nobody had another one and it was applied all the same, the next change is not spoiled by it."""
+def test_a_change_that_is_not_finite_has_no_rounding_error(bad: float) -> None:
+    """If it was applied nevertheless, the next change is finite again."""
     residual, change = Residual(), torch.tensor([127.0, 0.4, bad])
     assert bool(exchange(residual, change).isnan().all())
     residual.commit()

@@ -46,14 +46,17 @@ def shape(num_ranks: int = 1, layout: int = 0xAB, *, torch: str = VERSIONS["torc
 @pytest.mark.parametrize("job", ["", "a-job"])
 @pytest.mark.parametrize("store", ["10.0.0.1:29500", "[fd00::1]:29500"])
 def test_a_member_survives_its_name(job: str, store: str) -> None:
-    """Everything of a member comes back from the replica id; a microsecond of its start is kept."""
+    """All of a member comes back from its name, with its start to the microsecond."""
     one = Member(12, 1_700_000_000.123457, "abc", "c0ffee", job, store, shape(4, dp_shard=2, tp=2))
     assert Member.parse(one.replica_id, one.token) == one
     assert not any(char.isspace() for char in one.replica_id), "the lighthouse's page is read by words"
 
 
 def test_ids_sort_by_slot() -> None:
-    """torchft orders members by id as text: that must be the order of the slots, also with ten groups and more."""
+    """torchft orders members by id as text.
+
+    This must be the order of the slots, even with ten groups and more.
+    """
     members = [member(slot, 5.0) for slot in (0, 2, 9, 10, 100, 99_999)]
     assert sorted(names(*members)) == names(*members)
 
@@ -77,7 +80,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_foreign_name_is_no_member(name: str) -> None:
-    """An id that is not ours is named by the error, also if its seal is right."""
+    """The error names an id that is not of this run, even if its seal is right."""
     with pytest.raises(ValueError, match="titan_ft replica group") as caught:
         Member.parse(f"{name}/{seal('', 'member', name)}", "")
     assert name in str(caught.value)
@@ -100,8 +103,11 @@ FORGED = [
 
 
 @pytest.mark.parametrize("forge", FORGED)
-def test_a_forged_name_ends_nobody(forge: Callable[[Member], str]) -> None:
-    """The oldest member decides which job is right, and the newest of a slot stays: a forged name is neither."""
+def test_a_forged_name_ends_no_group(forge: Callable[[Member], str]) -> None:
+    """The oldest member decides on the job, and the newest of a slot stays.
+
+    A forged name is neither.
+    """
     ours = member(0, 2.0, token=TOKEN), member(1, 3.0, token=TOKEN)
     claims = member(1, 1.0, token=TOKEN), member(1, 9.0, token=TOKEN), member(1, 1.0, token=TOKEN, job="evil")
     for claim in claims:
@@ -113,7 +119,7 @@ def test_a_forged_name_ends_nobody(forge: Callable[[Member], str]) -> None:
 
 
 def test_a_seal_shows_nothing_of_the_token() -> None:
-    """Neither the name of a member nor what a log line shows of it contains the token."""
+    """Neither a member's name nor its text in a log line contains the token."""
     own = member(0, 2.0, token=TOKEN)
     assert TOKEN not in own.replica_id
     assert TOKEN not in repr(own)
@@ -122,7 +128,7 @@ def test_a_seal_shows_nothing_of_the_token() -> None:
 
 
 def test_a_group_with_another_token_is_set_aside_by_both() -> None:
-    """Two processes that do not share a token, or not the version, each leave the other one aside with one reason."""
+    """Two processes without a common token or version set each other aside, with one reason."""
     one, other = member(0, 1.0, token=TOKEN), member(1, 2.0, token="another")
     assert admit(one, names(one, other)) == Admission((one,), {other.replica_id: UNSEALED})
     assert admit(other, names(one, other)) == Admission((other,), {one.replica_id: UNSEALED})
@@ -159,7 +165,7 @@ def test_a_newcomer_beside_other_kinds_of_jobs_goes_on() -> None:
 
 
 def test_members_of_one_kind_are_taken_by_slot() -> None:
-    """In whatever order the reply names them, each of them comes to the same list, which goes by slot."""
+    """For any order in the reply, each member computes the same list, in order of slot."""
     members = [member(0, 3.0), member(1, 1.0), member(2, 2.0)]
     for order in itertools.permutations(members):
         for own in members:
@@ -167,19 +173,19 @@ def test_members_of_one_kind_are_taken_by_slot() -> None:
 
 
 def test_a_group_alone_takes_itself() -> None:
-    """A quorum of one is one."""
+    """A quorum of one has one member."""
     assert admit(member(4), names(member(4))) == Admission((member(4),))
 
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_foreign_name_is_set_aside(name: str) -> None:
-    """Another kind of job is left out with the reason, wherever it stands in the order."""
+    """Another kind of job is left out with the reason, at any place in the order."""
     ours = member(0), member(1)
     assert admit(ours[1], [name, *names(*ours)]) == Admission(ours, {name: UNSEALED})
 
 
 def test_a_newer_job_is_set_aside() -> None:
-    """The job that was there first goes on with its own, and says to whom the others belong."""
+    """The older job goes on with its own groups, and reports which job the others belong to."""
     ours, theirs = (member(0, 1.0), member(2, 9.0)), member(1, 5.0, job="k")
     admission = admit(ours[1], names(*ours, theirs))
     assert admission.members == ours
@@ -189,7 +195,7 @@ def test_a_newer_job_is_set_aside() -> None:
 
 
 def test_a_newer_job_ends() -> None:
-    """Its groups are told of both jobs, whose groups were there first, and what to do."""
+    """The error names both jobs, the groups that were first, and the remedy."""
     ours, theirs = (member(0, 1.0), member(2, 9.0)), member(1, 5.0, job="")
     with pytest.raises(ForeignMemberError, match="its own lighthouse") as caught:
         admit(theirs, names(*ours, theirs))
@@ -198,7 +204,7 @@ def test_a_newer_job_ends() -> None:
 
 
 def test_a_newer_process_of_the_first_job_is_no_newcomer() -> None:
-    """What counts is the job's oldest group: one of its groups that was restarted later stays in it."""
+    """The job's oldest group counts. A group that was restarted later stays in the job."""
     old, restarted, other = member(0, 1.0), member(1, 100.0), member(1, 50.0, job="k")
     assert admit(restarted, names(old, restarted, other)).members == (old, restarted)
     with pytest.raises(ForeignMemberError):
@@ -206,7 +212,7 @@ def test_a_newer_process_of_the_first_job_is_no_newcomer() -> None:
 
 
 def test_another_config_is_set_aside() -> None:
-    """Those with the oldest group's config go on, however many have another."""
+    """Groups with the oldest group's config go on, for any number of other groups."""
     right, wrong = (member(2, 1.0), member(3, 8.0)), (member(0, 2.0, config="d"), member(1, 3.0, config="d"))
     admission = admit(right[1], names(*right, *wrong))
     assert admission.members == right
@@ -216,7 +222,7 @@ def test_another_config_is_set_aside() -> None:
 
 
 def test_a_group_with_another_config_ends() -> None:
-    """It is told both digests and which groups have the right one."""
+    """The error has both digests, and the groups with the right config."""
     right, wrong = (member(2, 1.0), member(3, 8.0)), (member(0, 2.0, config="d"), member(1, 3.0, config="d"))
     for own in wrong:
         with pytest.raises(ConfigMismatchError, match="TOML and flags") as caught:
@@ -254,7 +260,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("own", "theirs", "said", "said_of_theirs", "remedy"), SHAPES)
 def test_a_group_of_another_shape_ends(own: str, theirs: str, said: str, said_of_theirs: str, remedy: str) -> None:
-    """It is told in what it differs from the groups that were there first, and what to do; they name it and go on."""
+    """The error names the difference and the remedy. The other groups name the group and go on."""
     right, wrong = (member(0, 1.0, shape=theirs), member(1, 2.0, shape=theirs)), member(2, 3.0, shape=own)
     with pytest.raises(ConfigMismatchError) as caught:
         admit(wrong, names(*right, wrong))
@@ -268,8 +274,8 @@ def test_a_group_of_another_shape_ends(own: str, theirs: str, said: str, said_of
         assert said_of_theirs in reason
 
 
-def test_several_differences_are_told_at_once() -> None:
-    """Nobody has to start a group twice to learn of both."""
+def test_several_differences_are_reported_at_once() -> None:
+    """A user need not start a group twice to learn of both."""
     right, wrong = member(0, 1.0, shape=shape()), member(1, 2.0, shape=shape(2, torch="2.12.0", dp_shard=2))
     with pytest.raises(ConfigMismatchError) as caught:
         admit(wrong, names(right, wrong))
@@ -279,7 +285,7 @@ def test_several_differences_are_told_at_once() -> None:
 
 
 def test_another_config_makes_another_layout() -> None:
-    """A model of another flavor has other parameters; it is the config that must be mended."""
+    """A model of another flavor has other parameters. The remedy names the config."""
     right = member(0, 1.0, shape=shape(layout=1))
     wrong = member(1, 2.0, shape=shape(layout=2), config="d")
     with pytest.raises(ConfigMismatchError, match="TOML and flags"):
@@ -288,8 +294,8 @@ def test_another_config_makes_another_layout() -> None:
     assert "digest d; ours is c" in reason
 
 
-def test_a_newer_process_of_another_shape_replaces_nobody() -> None:
-    """A group that was started again with another number of ranks does not end the one that runs."""
+def test_a_newer_process_of_another_shape_replaces_no_group() -> None:
+    """A group that was restarted with another number of ranks does not end the running one."""
     old, other, new = member(0, 1.0, shape=shape()), member(1, 2.0, shape=shape()), member(0, 3.0, shape=shape(2))
     for own in (old, other):
         assert admit(own, names(old, other, new)).members == (old, other)
@@ -298,28 +304,28 @@ def test_a_newer_process_of_another_shape_replaces_nobody() -> None:
 
 
 def test_the_config_of_another_job_says_nothing() -> None:
-    """A stranger is not asked which config is right."""
+    """The config of a stranger does not count."""
     ours, theirs = member(0, 2.0, config="d"), member(1, 3.0, config="c", job="k")
     assert admit(ours, names(ours, theirs)).members == (ours,)
 
 
 def test_the_newest_process_of_a_slot_is_taken() -> None:
-    """The others need not wait for the older one to leave; it is no stranger either."""
+    """The others need not wait for the older one to leave, and it is no stranger."""
     other, old, new = member(1, 1.0), member(0, 2.0), member(0, 3.0)
     for own in (other, new):
         assert admit(own, names(old, new, other)) == Admission((new, other))
 
 
 def test_an_older_process_of_a_slot_ends() -> None:
-    """It is told that it was replaced, and which field made it so."""
+    """The error reports that it was replaced, and names the field."""
     old, older, new = member(0, 2.0), member(0, 1.0), member(0, 3.0)
     for own in (old, older):
         with pytest.raises(ReplacedError, match=r"replica group 0 .*fault_tolerance.replica_id must be unique"):
             admit(own, names(old, older, new))
 
 
-def test_a_newer_process_of_another_kind_replaces_nobody() -> None:
-    """A slot is taken over only by a process with the right job and config."""
+def test_a_newer_process_of_another_kind_replaces_no_group() -> None:
+    """Only a process with the right job and config takes a slot over."""
     old = member(0, 1.0)
     strangers = member(0, 2.0, config="d"), member(0, 3.0, job="k")
     admission = admit(old, names(old, *strangers))
@@ -328,7 +334,7 @@ def test_a_newer_process_of_another_kind_replaces_nobody() -> None:
 
 
 def test_processes_started_in_the_same_microsecond() -> None:
-    """Somebody is older all the same: one ends, and both agree which."""
+    """One of them counts as older nevertheless: it ends, and both agree on it."""
     one, two = member(0, 1.0, unique="a"), member(0, 1.0, unique="b")
     assert admit(two, names(one, two)).members == (two,)
     with pytest.raises(ReplacedError):
@@ -336,7 +342,9 @@ def test_processes_started_in_the_same_microsecond() -> None:
 
 
 def test_every_quorum_has_a_way_on() -> None:
-    """Of all small quorums: those who are not told to end come to one list, hold it all, and the oldest is alive."""
+    """In all small quorums, the members that go on compute one list, are all in it, and the oldest
+    is alive.
+    """
     kinds = [
         member(slot, 0.0, config=config, job=job) for slot in (0, 1) for config in ("c", "d") for job in ("j", "k")
     ]
@@ -357,6 +365,6 @@ def test_every_quorum_has_a_way_on() -> None:
 
 
 def test_a_group_is_in_its_own_quorum() -> None:
-    """A reply without the group itself is our bug."""
+    """A reply without the group itself is a bug."""
     with pytest.raises(AssertionError):
         admit(member(0), names(member(1)))

@@ -27,7 +27,7 @@ def behind(slot: int, step: int = 0, **facts: float) -> Row:
 
 
 def test_row_survives_the_exchange() -> None:
-    """Every field of a row comes back with its value and type from float64, also the largest 48-bit hashes."""
+    """Every field comes back from float64 with its value and type, even the largest 48-bit hashes."""
     row = Row(
         slot=3,
         standing=Standing.CATCHING_UP,
@@ -67,7 +67,7 @@ def test_row_survives_the_exchange() -> None:
 
 
 def test_decode_refuses_a_row_of_another_width() -> None:
-    """Rows of another version's width are an error, not shifted fields."""
+    """A row of another version's width is an error. Its fields are not shifted."""
     with pytest.raises(ValueError, match="zip"):
         Row.decode(ready(0).encode()[:-1], nonfinite=False)
 
@@ -81,13 +81,16 @@ def test_decode_refuses_a_row_of_another_width() -> None:
         (Standing.FINISHED, True),
     ],
 )
-def test_who_claims_to_hold_the_state(standing: Standing, claims: bool) -> None:
+def test_standings_that_claim_the_state(standing: Standing, claims: bool) -> None:
     """Only members that train or have finished claim the job's state."""
     assert Row(slot=0, standing=standing, step=4).has_state is claims
 
 
 def test_agreement_makes_everybody_holder_and_contributor() -> None:
-    """With equal states all members contribute; the facts add up over them and the largest loss is kept."""
+    """With equal states all members contribute.
+
+    The facts are summed, and the largest loss is kept.
+    """
     verdict = judge(
         [
             ready(0, valid_tokens=10, tokens=12, loss=0.5, max_loss=3.0),
@@ -122,8 +125,11 @@ def test_a_member_that_catches_up_weighs_nothing() -> None:
     assert verdict.valid_tokens == 20
 
 
-def test_one_that_has_yet_to_begin_offers_nothing_beside_groups_that_train() -> None:
-    """Its bytes are theirs, and its ledger knows of no readers: ranks of a joiner could get one or the other."""
+def test_a_group_that_has_not_started_offers_nothing_beside_groups_that_train() -> None:
+    """It has their bytes, but its ledger has no readers.
+
+    Ranks of a joiner could get different ledgers.
+    """
     rows = [ready(0, training=0), behind(1), ready(2, training=1), ready(3, training=1)]
     verdict = judge(rows)
     assert (verdict.holders, verdict.offering) == ((0, 2, 3), (2, 3))
@@ -132,7 +138,9 @@ def test_one_that_has_yet_to_begin_offers_nothing_beside_groups_that_train() -> 
 
 @pytest.mark.parametrize("field", ["digest", "lineage"])
 def test_the_majority_names_the_stray(field: str) -> None:
-    """A member whose digest or lineage differs from the majority's is a stray and does not contribute."""
+    """A member whose digest or lineage differs from the majority's is a stray, and does not
+    contribute.
+    """
     verdict = judge([ready(0, **{field: 5}), ready(1, **{field: 6}), ready(2, **{field: 5})])
     assert verdict.strays == (1,)
     assert verdict.holders == verdict.contributors == (0, 2)
@@ -141,22 +149,25 @@ def test_the_majority_names_the_stray(field: str) -> None:
 
 
 def test_the_majority_wins_wherever_it_stands() -> None:
-    """The stray may be the lowest slot."""
+    """The stray may have the lowest slot."""
     for field in ("digest", "lineage"):
         assert judge([ready(0, **{field: 6}), ready(1, **{field: 5}), ready(2, **{field: 5})]).strays == (0,)
 
 
 @pytest.mark.parametrize("older", [5, 6])
 def test_a_claim_of_an_older_step_is_a_stray(older: int) -> None:
-    """Who claims the state but has fewer updates holds nothing."""
+    """A member that claims the state with fewer updates holds nothing."""
     verdict = judge([ready(0, step=older), ready(1, step=7)])
     assert verdict.step == 7
     assert verdict.holders == (1,)
     assert verdict.strays == (0,)
 
 
-def test_one_that_is_ahead_of_most_goes_back() -> None:
-    """The exchange was complete for one group and broke for two: they keep their gradients, and it heals."""
+def test_a_group_ahead_of_most_goes_back() -> None:
+    """The exchange was complete for one group and broke for two.
+
+    They keep their gradients, and it heals.
+    """
     verdict = judge([ready(0, step=6), ready(1, step=7), ready(2, step=6)])
     assert verdict.step == 6
     assert verdict.holders == verdict.contributors == (0, 2)
@@ -165,15 +176,15 @@ def test_one_that_is_ahead_of_most_goes_back() -> None:
 
 
 @pytest.mark.parametrize("standing", [Standing.BEHIND, Standing.CATCHING_UP, Standing.FINISHED])
-def test_only_groups_that_train_outvote_one_that_is_ahead(standing: Standing) -> None:
-    """Joiners hold no gradients that would be lost, and two updates are no broken exchange."""
+def test_only_groups_that_train_outvote_a_group_ahead(standing: Standing) -> None:
+    """Joiners have no gradients to lose, and two updates are no broken exchange."""
     rear = [Row(slot=slot, standing=standing, step=6, digest=9) for slot in (0, 2, 3)]
     assert judge([rear[0], ready(1, step=7), *rear[1:]]).step == 7
     assert judge([ready(0, step=5), ready(1, step=7), ready(2, step=5)]).step == 7
 
 
-def test_who_has_not_looked_at_its_bytes_is_not_found_to_differ() -> None:
-    """A digest that was not taken is no claim: such a member trains on, and no joiner's state is confirmed."""
+def test_a_member_without_a_digest_does_not_differ() -> None:
+    """It trains on, and no joiner's state is confirmed."""
     verdict = judge([ready(0, digest=0), ready(1, digest=5), ready(2, digest=5), behind(3)])
     assert verdict.holders == verdict.contributors == (0, 1, 2)
     assert verdict.digest == 5
@@ -182,7 +193,7 @@ def test_who_has_not_looked_at_its_bytes_is_not_found_to_differ() -> None:
 
 
 def test_a_corrupt_group_offers_nothing() -> None:
-    """Of the same history and with other bytes than the majority: named, and never the one that serves."""
+    """A group with the majority's lineage and other bytes is named, and never serves the state."""
     verdict = judge([ready(0, digest=6), ready(1, digest=5), ready(2, digest=5), behind(3)])
     assert verdict.corrupt == verdict.strays == (0,)
     assert verdict.offering == (1, 2)
@@ -190,7 +201,7 @@ def test_a_corrupt_group_offers_nothing() -> None:
 
 
 def test_two_against_two_is_a_tie_without_holders() -> None:
-    """Bytes of one lineage that differ without a majority: nobody is believed, contributes or serves."""
+    """Bytes of one lineage differ without a majority: no member counts, contributes or serves."""
     verdict = judge([ready(0, digest=1), ready(1, digest=1), ready(2, digest=2), ready(3, digest=2), behind(4)])
     assert verdict.tie
     assert verdict.holders == verdict.contributors == ()
@@ -199,7 +210,7 @@ def test_two_against_two_is_a_tie_without_holders() -> None:
 
 
 def test_equally_common_lineages_are_no_tie() -> None:
-    """States that came about in different quorums are both good: all follow the lowest rank's."""
+    """States of different quorums are both sound. All members follow the lowest rank's."""
     verdict = judge([behind(0), ready(1, lineage=9), ready(2, lineage=4), behind(3)])
     assert not verdict.tie
     assert verdict.holders == (1,)
@@ -208,7 +219,7 @@ def test_equally_common_lineages_are_no_tie() -> None:
 
 
 def test_a_lineage_is_chosen_before_digests_are_compared() -> None:
-    """Digests of another lineage say nothing: a tie within the chosen lineage is one, elsewhere it is none."""
+    """Digests of another lineage do not count: only a tie within the chosen lineage is one."""
     rows = [ready(0, lineage=1, digest=1), ready(1, lineage=1, digest=2), ready(2, lineage=2, digest=2)]
     assert judge(rows).tie
     rows = [ready(0, lineage=1, digest=1), ready(1, lineage=1, digest=1), ready(2, lineage=2, digest=2)]
@@ -217,7 +228,7 @@ def test_a_lineage_is_chosen_before_digests_are_compared() -> None:
 
 
 def test_a_plurality_wins() -> None:
-    """The most frequent state wins, also without an absolute majority."""
+    """The most frequent state wins, even without an absolute majority."""
     verdict = judge([ready(0, digest=1), ready(1, digest=2), ready(2, digest=3), ready(3, digest=2)])
     assert not verdict.tie
     assert verdict.holders == (1, 3)
@@ -225,7 +236,10 @@ def test_a_plurality_wins() -> None:
 
 
 def test_a_tie_before_the_first_step_goes_to_the_lowest_slot() -> None:
-    """Initial states are equally good: the lowest slot's is taken, and the others heal instead of ending the job."""
+    """Initial states are equally good.
+
+    The others heal from the lowest slot instead of ending the job.
+    """
     verdict = judge([behind(0), ready(1, step=0, digest=8), ready(2, step=0, digest=9), ready(3, step=0, digest=7)])
     assert not verdict.tie
     assert verdict.holders == verdict.contributors == (1,)
@@ -234,30 +248,36 @@ def test_a_tie_before_the_first_step_goes_to_the_lowest_slot() -> None:
 
 
 def test_a_member_without_valid_tokens_holds_but_does_not_contribute() -> None:
-    """A batch without a label that counts gives no gradient: the member is named no participant of the update."""
+    """A batch without a label that counts gives no gradient.
+
+    The member is no participant of the update.
+    """
     verdict = judge([ready(0), ready(1, valid_tokens=0, tokens=12, max_loss=9.0)])
     assert verdict.holders == (0, 1)
     assert verdict.contributors == (0,)
     assert (verdict.valid_tokens, verdict.tokens, verdict.max_loss) == (10, 12, 0.0)
 
 
-def test_nobody_has_a_valid_token() -> None:
-    """Without contributors all sums are zero; there is no update to make."""
+def test_no_member_has_a_valid_token() -> None:
+    """Without contributors all sums are zero, and there is no update."""
     verdict = judge([ready(0, valid_tokens=0), ready(1, valid_tokens=0)])
     assert verdict.contributors == ()
     assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (0, 0, 0.0, 0.0)
 
 
 def test_a_finished_member_serves_but_does_not_contribute() -> None:
-    """A finished member holds the final state and offers it; it adds nothing to an update."""
+    """It holds the final state and offers it, and adds nothing to an update."""
     verdict = judge([Row(slot=0, standing=Standing.FINISHED, step=7, valid_tokens=10, digest=9), behind(1)])
     assert verdict.holders == (0,)
     assert verdict.contributors == ()
     assert verdict.offering == (0,)
 
 
-def test_everybody_is_behind() -> None:
-    """Without a claim there is no holder, donor or stray; the latest state that is left gives the step."""
+def test_all_members_are_behind() -> None:
+    """Without a claim there is no holder, donor or stray.
+
+    The latest state that is left gives the step.
+    """
     verdict = judge([behind(0, step=4), behind(1, step=6), Row(slot=2, standing=Standing.CATCHING_UP, step=0)])
     assert verdict.step == 6
     assert verdict.holders == verdict.contributors == verdict.strays == ()
@@ -266,12 +286,12 @@ def test_everybody_is_behind() -> None:
 
 
 def test_a_claim_counts_more_than_a_later_step_without_one() -> None:
-    """What members that are behind say of their own step does not move the job's."""
+    """The step of a member that is behind does not count for the job's."""
     assert judge([ready(0, step=5), behind(1, step=9)]).step == 5
 
 
 def test_every_member_comes_to_the_same_verdict() -> None:
-    """The verdict depends on the rows alone, so that decoding them anywhere gives the same decision."""
+    """The verdict depends on the rows alone. Decoded anywhere, they give the same decision."""
     rows = [ready(0, loss=0.1), behind(1), ready(2, digest=4, loss=0.2), ready(3, loss=0.3)]
     there = [Row.decode(torch.tensor(row.encode(), dtype=torch.float64).tolist(), False) for row in rows]
     assert judge(there) == judge(rows)
