@@ -571,7 +571,7 @@ def test_a_state_that_was_offered_and_is_lost_is_not_begun_anew_silently(
 ) -> None:
     """Its only holder dies behind the offer, before it has met the joiner in a round: the joiner says so, and ends."""
     if not heard:
-        monkeypatch.setattr(Position, "hear", lambda position, step: None)
+        monkeypatch.setattr(Position, "note_seen", lambda position, step: None)
     fault_tolerance = {
         "enable": True,
         "group_size": 2,
