@@ -274,7 +274,7 @@ class _StateFetch:
             TransferError, RefusedError: see `fetch`.
             OSError, ValueError, KeyError: the donor is gone, or speaks another protocol.
         """
-        with _Link(self._addresses[donor], self._token, self._main_limits[donor]) as link:
+        with _DonorLink(self._addresses[donor], self._token, self._main_limits[donor]) as link:
             part = (donor, len(self._addresses))
             answer, header = link.request({"step": self._step, "header": True, "part": part})
             self._take_header(bytes(header))
@@ -314,7 +314,7 @@ class _StateFetch:
         request = Message(step=self._step, lineage=self._lineage)
         try:
             memory = memoryview(bytearray(min(_CHUNK, target.nbytes)))
-            with _Link(self._addresses[donor], self._token, limits) as link:
+            with _DonorLink(self._addresses[donor], self._token, limits) as link:
                 while True:
                     wanted = self._slices.take(donor, limits)
                     if wanted is None:
@@ -528,7 +528,7 @@ class _TransferLimits:
         return remaining
 
 
-class _Link:
+class _DonorLink:
     """Requests to one donor, over a connection that is made again after it breaks.
 
     One thread uses it.
@@ -580,7 +580,7 @@ class _Link:
                 if num_breaks == _MAX_TRIES:
                     raise
 
-    def __enter__(self) -> _Link:
+    def __enter__(self) -> _DonorLink:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -285,12 +285,14 @@ class StateServer:
         lineage = request.get("lineage")  # None in a request for the header
         part = _read_part(request)
         deadline = time.monotonic() + self._wait_seconds
+        # Locals: the training thread may withdraw both at any time.
+        held, copy_offered = self._snapshot, self._copy_offered
         if "header" not in request:
             # This request goes on with the snapshot whose header the joiner has.
-            if self._snapshot is not None:
-                part = self._snapshot.part
-        elif self._copy_offered is not None and not self._is_settled(step, part):
-            self._copy_offered(step, part)
+            if held is not None:
+                part = held.part
+        elif copy_offered is not None and not self._is_settled(step, part):
+            copy_offered(step, part)
         while True:
             with self._changed:
                 is_offered = self._offer is not None and self._offer["step"] == step
@@ -310,18 +312,18 @@ class StateServer:
                         self._num_readers += 1
                         return found
             if is_over:
-                held = "none" if found is None else f"step {found.step} of lineage {found.lineage}"
-                return f"the donor has no state of step {step} (it has {held})"
+                text = "none" if found is None else f"step {found.step} of lineage {found.lineage}"
+                return f"the donor has no state of step {step} (it has {text})"
             stream.write({"waiting": step})
 
     def _is_settled(self, step: int, part: Part) -> bool:
         """True if a request for a part of the state of `step` need not wait any longer."""
         if self._pace.closed:
             return True
-        held = self._snapshot
+        held, offer = self._snapshot, self._offer  # locals: called without the lock as well
         if held is not None and held.step > step:
             return True  # that state is gone
-        if self._offer is not None and self._offer["step"] > step:
+        if offer is not None and offer["step"] > step:
             return True
         return held is not None and held.step == step and held.part in (WHOLE, part)
 
