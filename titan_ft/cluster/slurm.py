@@ -31,6 +31,7 @@ from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
 from titan_ft.system.run_folder import check_run_folder
 from titan_ft.system.token import check_token, read_token_file
+from titan_ft.system.whole_file import write_whole
 
 BATCH = Path(__file__).parent / "batch"
 """Folder of the batch scripts. Jobs read it when they start, so that it must be on storage that all nodes share."""
@@ -218,9 +219,7 @@ def _jobs(root: Path) -> Path:
 
 def _announce(root: Path, groups: str, lighthouses: Sequence[str]) -> None:
     ids = " ".join([groups, *lighthouses])
-    part = _jobs(root).with_suffix(".part")
-    part.write_text(f"{ids}\n")
-    part.replace(_jobs(root))
+    write_whole(_jobs(root), f"{ids}\n".encode())
     print(f"groups: job {groups}, lighthouse: job {' '.join(lighthouses)}; output in {root / 'logs'}")
     steps = {
         f"titan-ft top {root}": "watch it",

@@ -8,6 +8,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from titan_ft.system.ownership import no_follow
+
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file, and rename it to its place. A reader sees the former or the new content.
@@ -17,7 +19,8 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     part = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        part.write_bytes(data)
+        with open(part, "wb", opener=no_follow) as file:
+            file.write(data)
         part.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -1,0 +1,32 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Files that are written completely or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from titan_ft.system.whole_file import write_whole
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """Nothing else is left in its folder."""
+    for content in (b"first", b"second"):
+        write_whole(tmp_path / "page.html", content)
+        assert (tmp_path / "page.html").read_bytes() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_planted_link_gives_no_file_of_its_users_away(tmp_path: Path) -> None:
+    """Another user guesses the name of the part, and links it to a file of ours; nor does the link stay."""
+    victim, page = tmp_path / ".bashrc", tmp_path / "page.html"
+    victim.write_text("mine")
+    (tmp_path / f".page.html-{os.getpid()}").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        write_whole(page, b"theirs")
+    assert victim.read_text() == "mine"
+    write_whole(page, b"ours")
+    assert page.read_bytes() == b"ours"
