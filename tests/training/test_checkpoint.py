@@ -814,6 +814,20 @@ def test_partial_folders_are_overwritten_and_cleaned(make_run: Callable[..., Run
     assert run.names() == ["partial-5-group-1", "step-10", "step-5"]
 
 
+def test_a_planted_link_overwrites_no_other_checkpoint(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    """Another user who may write the folder links the place of the next save to a folder of ours."""
+    run, precious = make_run(), tmp_path / "precious"
+    precious.mkdir()
+    (precious / ".metadata").write_text("mine")
+    run.folder.mkdir(parents=True)
+    (run.folder / "partial-5-group-0").symlink_to(precious)
+    run.train(5)
+    assert [path.name for path in precious.iterdir()] == [".metadata"]
+    assert (precious / ".metadata").read_text() == "mine"
+    assert complete_steps(run.folder) == [5]
+    assert not (run.folder / "step-5").is_symlink()
+
+
 def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
     """After a run went back to an earlier checkpoint, its own state of a step takes the place of the old one."""
     make_run().train(10)

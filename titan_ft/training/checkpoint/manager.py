@@ -386,6 +386,9 @@ class ReplicaCheckpoints(HostCheckpoints):
         coordinates = dist.get_rank() == 0  # in DCP: its part ends when all ranks have written theirs
         if coordinates:
             # What an earlier attempt left. The other ranks write nothing before this one has planned.
+            # A link here is another user's: through it this save would overwrite another checkpoint.
+            if partial.is_symlink():
+                partial.unlink()
             shutil.rmtree(partial, ignore_errors=True)
 
         def conclude(written: Future[Any] | None) -> None:
