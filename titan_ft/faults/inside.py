@@ -3,7 +3,7 @@
 """The faults within a worker. Each causes the real failure; none imitates its symptoms.
 
 The worker's chaos agent calls `start` on its own thread. A fault acts there, or installs a hook
-that acts on another thread: the training thread, a donor's connection, a checkpoint. `Task.begin`
+that acts on another thread: the training thread, a donor's connection, a checkpoint. `Task.try_start`
 is called right before the fault breaks something, and returns False if the fault must not act. A
 fault with a duration ends itself, because the runner may not reach a worker whose network is gone.
 `TargetWorker` does everything that needs torch.
@@ -64,7 +64,7 @@ class Segfault(InWorker, frozen=True):
     category = "process killed"
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        if task.begin():
+        if task.try_start():
             ctypes.string_at(0)
 
 
@@ -79,7 +79,7 @@ class AbortProcessGroup(InWorker, frozen=True):
 
     def start(self, task: Task, worker: TargetWorker) -> None:
         # On a thread of its own, as NCCL's watchdog does it. The agent does not wait for the end.
-        if task.begin():
+        if task.try_start():
             worker.run_aside(worker.process_group.abort)
 
 
@@ -93,7 +93,7 @@ class _InForward(InWorker, frozen=True):
 
     def start(self, task: Task, worker: TargetWorker) -> None:
         def strike() -> None:
-            if task.begin(step=worker.step):
+            if task.try_start(step=worker.step):
                 self.strike(worker)
 
         worker.at_next_forward(strike)
@@ -160,7 +160,7 @@ class SlowRank(InWorker, frozen=True):
         worker.between_steps.append(lambda: self._install(task, worker))
 
     def _install(self, task: Task, worker: TargetWorker) -> None:
-        if not task.begin(step=worker.step):
+        if not task.try_start(step=worker.step):
             return
         forward_started = time.monotonic()
         fault_ends = forward_started + self.seconds
@@ -177,7 +177,7 @@ class SlowRank(InWorker, frozen=True):
             if time.monotonic() >= fault_ends:
                 for handle in handles:
                     handle.remove()
-                task.undone()
+                task.report_undone()
 
         model = worker.model_parts[0]
         handles = [
@@ -197,7 +197,7 @@ class NanGradient(InWorker, frozen=True):
 
     def start(self, task: Task, worker: TargetWorker) -> None:
         def make_nan(gradient: Any) -> Any:
-            if not task.begin(step=worker.step):
+            if not task.try_start(step=worker.step):
                 return None  # autograd keeps the gradient
             return gradient * math.nan
 
@@ -311,7 +311,7 @@ class KillDonor(InWorker, frozen=True):
         def wrap(send: SendBytes) -> SendBytes:
             def send_and_die(connection: socket.socket, data: memoryview) -> None:
                 send(connection, data)
-                if task.begin():
+                if task.try_start():
                     os.kill(os.getpid(), signal.SIGKILL)
 
             return send_and_die
@@ -330,7 +330,7 @@ class CorruptChunk(InWorker, frozen=True):
     def start(self, task: Task, worker: TargetWorker) -> None:
         def wrap(send: SendBytes) -> SendBytes:
             def send_corrupted(connection: socket.socket, data: memoryview) -> None:
-                if data.nbytes and task.begin(bytes=data.nbytes):
+                if data.nbytes and task.try_start(bytes=data.nbytes):
                     corrupted = bytearray(data)  # a copy: the snapshot itself stays sound
                     place = random.Random(task.order.seed).randrange(len(corrupted))
                     corrupted[place] ^= 1
@@ -361,7 +361,7 @@ class DiskFull(InWorker, frozen=True):
             @contextlib.contextmanager
             def create_full(files: Any, path: Any, mode: str) -> Iterator[Any]:
                 with create_stream(files, path, mode) as stream:
-                    if "w" in mode and task.begin():
+                    if "w" in mode and task.try_start():
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
                     yield stream
 

@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 
 from titan_ft.chaos.inside.blackhole import Blackhole
-from titan_ft.chaos.inside.link import Link, Location
+from titan_ft.chaos.inside.link import Location, PeerConnections
 
 DEADLINE = 20.0  # only ever reached by a bug
 
@@ -58,7 +58,7 @@ class Member:
 
     def cut(self, peer: int) -> str:
         """Lose what comes from the group from now on; return what is in the way of that."""
-        link = Link(self._folder, peer)
+        link = PeerConnections(self._folder, peer)
         self._hole = hole = Blackhole(1.0, link.choose)
         hole.extend()
         self._over.clear()

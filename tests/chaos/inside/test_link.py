@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from titan_ft.chaos.inside import blackhole
 from titan_ft.chaos.inside.blackhole import Connection
-from titan_ft.chaos.inside.link import Link, Location
+from titan_ft.chaos.inside.link import Location, PeerConnections
 
 pytestmark = pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 
@@ -193,7 +193,7 @@ def test_a_peer_on_another_host_is_told_by_its_address(tmp_path: Path) -> None:
     for rank, address in enumerate(("10.0.0.2", "fd00::2")):
         replace(here, replica=B, rank=rank, host="another", address=address).publish(tmp_path)
     replace(here, replica=C, host="a third", address="10.0.0.3").publish(tmp_path)
-    link = Link(tmp_path, B)
+    link = PeerConnections(tmp_path, B)
     assert link.obstacle() == ""
     connections = [
         connection("10.0.0.1", "10.0.0.2", 7),
@@ -206,9 +206,9 @@ def test_a_peer_on_another_host_is_told_by_its_address(tmp_path: Path) -> None:
 
 def test_what_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
     """A group that nobody has heard of, and two groups at one address of another host."""
-    assert Link(tmp_path, B).obstacle() == "no worker of group 1 has told where it is"
+    assert PeerConnections(tmp_path, B).obstacle() == "no worker of group 1 has told where it is"
     here = Location.own(A, 0, "10.0.0.1", os.getppid())
     afar = replace(here, replica=B, host="another", address="10.0.0.2")
     for worker in (here, afar, replace(afar, replica=C)):
         worker.publish(tmp_path)
-    assert Link(tmp_path, B).obstacle() == "group 1 shares 10.0.0.2 with group 2, which is not here"
+    assert PeerConnections(tmp_path, B).obstacle() == "group 1 shares 10.0.0.2 with group 2, which is not here"

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The agent in a worker that carries out the faults which only a process can inflict on itself.
+"""The chaos agent in a worker injects the faults that only a process can inflict on itself.
 
-It exists only with `[fault_tolerance] chaos = true`. A thread follows the run's file of orders; as long as none is for
-this worker, nothing of training is touched.
+It exists only with `[fault_tolerance] chaos = true`. A thread follows the run's file of orders.
+Without an order for this worker, the agent touches nothing of training.
 """
 
 from __future__ import annotations
@@ -43,33 +43,40 @@ _POLL_SECONDS = 0.05
 
 
 class ChaosAgent:
-    """Takes the orders for one worker. Each is announced as `fault_injected` before it is carried out.
+    """Takes the orders for one worker. `fault_injected` is written before each fault.
+
+    The trainer calls `at_step` on the training thread, and `close` at the end. Orders are read on
+    the agent's own thread. After `close` no fault is waiting and no packet is lost. See
+    docs/chaos.md.
 
     Args:
         orders: the file of orders, which may not exist yet.
-        worker: what the faults act on.
-        replica, rank, attempt: which worker this is.
+        worker: the worker that the faults act on.
+        replica, rank, attempt: slot, rank and attempt of the worker.
     """
 
     def __init__(
         self, orders: Path, worker: TargetWorker, events: EventLog, *, replica: int, rank: int, attempt: int
     ) -> None:
-        self._worker, self._events = worker, events
-        self._replica, self._rank, self._attempt = replica, rank, attempt
+        self._worker = worker
+        self._events = events
+        self._replica = replica
+        self._rank = rank
+        self._attempt = attempt
         self._tail = FileTail(orders)
-        self._born = time.time()
+        self._started = time.time()
         self._waiting: list[Task] = []
         self._thread = threading.Thread(target=self._follow, name="titan_ft_chaos", daemon=True)
         self._thread.start()
 
     def at_step(self, step: int) -> None:
-        """Carry out what is to happen before `step`; training thread only."""
+        """Run the actions that faults have queued until now; training thread only."""
         self._worker.step = step
         while self._worker.between_steps:
             self._worker.between_steps.popleft()()
 
     def close(self) -> None:
-        """Give up what still waits for its occasion, and end an outage; a second call does nothing."""
+        """Skip all waiting faults, and end an outage of the network. A second call does nothing."""
         self._worker.closing.set()
         self._thread.join()
         for task in self._waiting:
@@ -81,7 +88,8 @@ class ChaosAgent:
             for line in self._tail.poll().splitlines():
                 try:
                     self._take(msgspec.json.decode(line, type=Order))
-                except Exception:  # a thread's edge; whatever a fault's set-up does, training goes on
+                # This is the end of a thread: whatever a fault raises, training goes on.
+                except Exception:
                     logger.exception("this order could not be carried out: %r", line)
             for task in self._waiting:
                 task.expire()
@@ -92,8 +100,8 @@ class ChaosAgent:
             return
         fault = make_fault(order.fault, order.params) if order.fault in FAULTS else None
         each_rank = isinstance(fault, InWorker) and fault.each_rank
-        one_of_many = order.replica is None or (order.rank is None and not each_rank)
-        claim = self._worker.folder / f"{order.id}.taken" if one_of_many else None
+        several_may_act = order.replica is None or (order.rank is None and not each_rank)
+        claim = self._worker.folder / f"{order.id}.taken" if several_may_act else None
         task = Task(order, self._events, (self._replica, self._rank), claim)
         if isinstance(fault, InWorker):
             self._waiting.append(task)
@@ -103,16 +111,14 @@ class ChaosAgent:
 
     def _is_for_me(self, order: Order) -> bool:
         # An older order was for an earlier attempt of this worker, which may have died of it.
-        if order.time < max(self._born, time.time() - LIFETIME_SECONDS):
+        oldest = max(self._started, time.time() - LIFETIME_SECONDS)
+        if order.time < oldest:
             return False
-        return all(
-            wanted in (None, own)
-            for wanted, own in (
-                (order.replica, self._replica),
-                (order.rank, self._rank),
-                (order.attempt, self._attempt),
-            )
-        )
+        if order.replica not in (None, self._replica):
+            return False
+        if order.rank not in (None, self._rank):
+            return False
+        return order.attempt in (None, self._attempt)
 
 
 def start_agent(
@@ -126,7 +132,11 @@ def start_agent(
     parameters: Mapping[str, torch.Tensor],
     optimizers: Iterable[Optimizer],
 ) -> ChaosAgent:
-    """Start the chaos agent of a worker that has joined the others; `group_pids` are the processes of its group."""
+    """Start the chaos agent of a worker that has joined the other groups.
+
+    Args:
+        group_pids: processes of the worker's own group.
+    """
     config = job_config.fault_tolerance
     orders = RunPaths(job_config.job.dump_folder).chaos_orders
     worker = TargetWorker(
@@ -142,7 +152,8 @@ def start_agent(
     )
     try:
         Location.own(config.replica_id, launch.rank, links.host, launch.store_pid).publish(orders.parent)
-    except OSError as error:  # a full disk is no fault that was ordered
+    # A full disk must not end training. Without the file, only faults of links are impossible.
+    except OSError as error:
         logger.warning("this worker's links cannot be broken: it cannot say where it is (%s)", error)
     logger.warning("fault_tolerance.chaos is true: this worker breaks as %s orders", orders)
     return ChaosAgent(orders, worker, events, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt)

@@ -1,8 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Find the connections between this group and another one, by where each worker says that it is.
+"""Find the connections between this group and another group.
 
-Each agent publishes the location of its worker in a folder that all of the run share.
+Each chaos agent publishes the location of its worker in a folder that the whole run shares.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from titan_ft.system.whole_file import write_whole
 
 
 class Location(msgspec.Struct, frozen=True):
-    """Where one worker is; a file of the shared folder.
+    """The location of one worker: a file of the shared folder.
 
     Attributes:
-        host: names the host and its namespaces: with the same name, process ids and connections can be looked up.
+        host: name of the host and its namespaces. Workers with the same name can look up each
+            other's processes and connections.
         pids: the worker, and the process that serves the group's store.
-        address: numeric address that other groups reach it at.
+        address: numeric address at which other groups reach the worker.
     """
 
     replica: int
@@ -36,14 +37,14 @@ class Location(msgspec.Struct, frozen=True):
 
     @classmethod
     def own(cls, replica: int, rank: int, address: str, store_pid: int) -> Location:
-        """Return the location of this process."""
+        """Make the location of this process."""
         return cls(replica, rank, this_host("net", "pid"), (os.getpid(), store_pid), address)
 
     def publish(self, folder: Path) -> None:
-        """Write the location into the folder; it replaces that of this rank's earlier worker.
+        """Write the location into the folder, in place of that of an earlier attempt.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"worker-{self.replica}-{self.rank}.json"
@@ -51,41 +52,58 @@ class Location(msgspec.Struct, frozen=True):
 
 
 def read_locations(folder: Path) -> list[Location]:
-    """Return where the newest worker of each rank is."""
-    return [msgspec.json.decode(path.read_bytes(), type=Location) for path in sorted(folder.glob("worker-*-*.json"))]
+    """Return the location of the newest worker of each rank."""
+    paths = sorted(folder.glob("worker-*-*.json"))
+    return [msgspec.json.decode(path.read_bytes(), type=Location) for path in paths]
 
 
-class Link:
-    """What this host's connections have to do with another group.
+class PeerConnections:
+    """The connections of this host to another group.
+
+    The thread of a link fault calls it. On this host the peer's processes identify a connection, on
+    another host the peer's address.
 
     Args:
-        folder: where the locations are published.
-        peer: the other group.
+        folder: folder of the locations.
+        peer: slot of the other group.
     """
 
     def __init__(self, folder: Path, peer: int) -> None:
-        self._folder, self._peer = folder, peer
+        self._folder = folder
+        self._peer = peer
 
     def obstacle(self) -> str:
-        """Return why the group's connections cannot be told from others', or nothing."""
+        """Return why the peer's connections cannot be told from others; empty if they can."""
         workers = read_locations(self._folder)
         if not any(worker.replica == self._peer for worker in workers):
             return f"no worker of group {self._peer} has told where it is"
-        afar = self._afar(workers)
+        remote = self._remote_addresses(workers)
+        here = this_host("net", "pid")
         for worker in workers:
-            if worker.replica != self._peer and worker.address in afar and worker.host != this_host("net", "pid"):
+            if worker.replica == self._peer or worker.host == here:
+                continue
+            if worker.address in remote:
                 return f"group {self._peer} shares {worker.address} with group {worker.replica}, which is not here"
         return ""
 
     def choose(self, connections: Collection[Connection]) -> set[int]:
-        """Choose the sockets that are connected to the group: see `titan_ft.chaos.inside.blackhole.Choice`."""
-        workers = read_locations(self._folder)  # anew each time: a group that was started again is elsewhere
+        """Return the inodes of sockets that are connected to the peer: a `blackhole.Choice`."""
+        # Read the locations at each call: a restarted peer has other processes.
+        workers = read_locations(self._folder)
         here = this_host("net", "pid")
-        pids = {pid for w in workers if (w.replica, w.host) == (self._peer, here) for pid in w.pids}
-        pids -= {os.getpid(), os.getppid()}  # a parent of both groups has this group's store as well
-        afar = {ipaddress.ip_address(address) for address in self._afar(workers)}
-        return connected_to(pids, connections) | {c.inode for c in connections if c.peer[0] in afar}
+        pids: set[int] = set()
+        for worker in workers:
+            if worker.replica == self._peer and worker.host == here:
+                pids.update(worker.pids)
+        # A common parent of both groups also serves this group's own store.
+        pids -= {os.getpid(), os.getppid()}
+        remote = {ipaddress.ip_address(text) for text in self._remote_addresses(workers)}
+        chosen = connected_to(pids, connections)
+        chosen |= {connection.inode for connection in connections if connection.peer[0] in remote}
+        return chosen
 
-    def _afar(self, workers: Collection[Location]) -> set[str]:
-        """Return the addresses of the group's workers on other hosts, whose processes cannot be looked up."""
-        return {w.address for w in workers if w.replica == self._peer and w.host != this_host("net", "pid")}
+    def _remote_addresses(self, workers: Collection[Location]) -> set[str]:
+        """Return the addresses of the peer's workers on other hosts, whose pids mean nothing here."""
+        here = this_host("net", "pid")
+        of_peer = [worker for worker in workers if worker.replica == self._peer]
+        return {worker.address for worker in of_peer if worker.host != here}

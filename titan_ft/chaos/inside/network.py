@@ -55,7 +55,7 @@ class Outages:
             task.skip("another fault of the network is not over yet")
             return
         try:
-            if task.begin():
+            if task.try_start():
                 self._lose_packets(task, seconds, hole, rescan_seconds, while_lost)
         finally:
             self._one_at_a_time.release()
@@ -89,6 +89,6 @@ class Outages:
                         break
         finally:
             hole.lift()
-            task.undone()
+            task.report_undone()
         self._closing.wait(ACCEPT_SECONDS)
         hole.lift()

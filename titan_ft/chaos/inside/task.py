@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An order in the hands of one worker: it begins once or is skipped, and every outcome is an event."""
+"""An order at one worker: the fault starts once or is skipped, and either outcome is an event."""
 
 from __future__ import annotations
 
@@ -16,74 +16,83 @@ from titan_ft.run.events import FaultInjected, FaultSkipped, FaultUndone, Target
 from titan_ft.run.log import EventLog
 
 PATIENCE_SECONDS = 120.0
-"""How long a fault waits for its occasion, such as a transfer or a checkpoint; a heal may take a restart to come."""
+"""Longest wait for an occasion, such as a checkpoint or a heal, which may need a restart first."""
 
 
 class Task:
-    """What one worker makes of an order. Threads may share it; only the first `begin` succeeds.
+    """An order at one worker. Threads may share it; only the first `try_start` succeeds.
+
+    The agent's thread makes and expires it. The thread that the fault acts on calls `try_start`.
 
     Args:
-        worker: replica and rank.
-        claim: file whose creation decides which of several workers acts; None = this one does.
+        worker: slot of the group, and rank.
+        claim: file whose creation decides which of several workers acts; None = this worker acts.
     """
 
     def __init__(self, order: Order, events: EventLog, worker: tuple[int, int], claim: Path | None) -> None:
         self.order = order
-        self._events, self._claim = events, claim
+        self._events = events
+        self._claim = claim
         self._target = Target(*worker)
         self._deadline = time.monotonic() + PATIENCE_SECONDS
-        self._restore: list[Callable[[], None]] = []
+        self._on_settled: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self.waits = True
-        """Whether it has neither begun nor been skipped."""
+        """True until the fault has started or was skipped."""
 
-    def at_end(self, restore: Callable[[], None]) -> None:
-        """Call `restore` when it waits no more."""
-        self._restore.append(restore)
+    def on_settled(self, restore: Callable[[], None]) -> None:
+        """Call `restore` when the fault has started or was skipped."""
+        self._on_settled.append(restore)
 
-    def begin(self, **facts: Any) -> bool:
-        """Say whether to act now, and announce it; false if it has begun before, or elsewhere, or is over.
+    def try_start(self, **facts: Any) -> bool:
+        """Announce the fault and return True if it may act now.
+
+        Returns False if it has started before, if another worker took the order, or if it was
+        skipped.
 
         Args:
             facts: further fields of `FaultInjected`.
         """
         order = self.order
-        return self._end_wait(FaultInjected(**self._header(), seed=order.seed, params={**order.params}, **facts))
+        params: dict[str, int | float | str] = {**order.params}
+        return self._settle(FaultInjected(**self._header(), seed=order.seed, params=params, **facts))
 
     def skip(self, reason: str) -> None:
-        """Give it up before it began."""
-        self._end_wait(FaultSkipped(**self._header(), reason=reason, seed=self.order.seed))
+        """Give the order up, unless the fault has started."""
+        self._settle(FaultSkipped(**self._header(), reason=reason, seed=self.order.seed))
 
-    def undone(self) -> None:
-        """Announce that its effect is over."""
+    def report_undone(self) -> None:
+        """Report that the fault's effect is over."""
         self._events.emit(FaultUndone(**self._header()))
 
     def expire(self) -> None:
-        """Give it up when there was no occasion for too long."""
+        """Give the order up if it has waited too long for an occasion."""
         if self.waits and time.monotonic() > self._deadline:
             self.skip(f"there was no occasion for it within {PATIENCE_SECONDS:g} s")
 
     def _header(self) -> dict[str, Any]:
         return {"fault": self.order.fault, "target": self._target, "shot": self.order.shot}
 
-    def _end_wait(self, event: FaultInjected | FaultSkipped) -> bool:
+    def _settle(self, event: FaultInjected | FaultSkipped) -> bool:
         with self._lock:
             if not self.waits:
                 return False
             self.waits = False
-            mine = self._take()
-            if mine:
+            is_ours = self._take_claim()
+            if is_ours:
                 self._events.emit(event)
-        for restore in self._restore:
+        for restore in self._on_settled:
             restore()
-        return mine
+        return is_ours
 
-    def _take(self) -> bool:
-        """Be the first to create the claim."""
+    def _take_claim(self) -> bool:
+        """Create the claim; False if another worker has created it."""
         if self._claim is None:
             return True
         try:
-            os.close(os.open(self._claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            claim = os.open(self._claim, flags, 0o644)
         except FileExistsError:
             return False
+        os.close(claim)
         return True
