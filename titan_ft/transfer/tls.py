@@ -17,6 +17,8 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 
+from titan_ft.system.text import printable
+
 _COMMAND = (
     *(
         "openssl",
@@ -32,6 +34,7 @@ _COMMAND = (
 )
 """Prints a private key and its certificate. Python's standard library cannot make these."""
 _COMMAND_SECONDS = 30.0
+_MAX_LETTERS = 500  # of what openssl says, in an error
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ class Certificate:
                 check=True,
                 timeout=_COMMAND_SECONDS,
             )
+        except subprocess.CalledProcessError as error:
+            # Such as a configuration of openssl that it cannot read: only its own words say which.
+            said = " ".join(error.stderr.decode(errors="replace").split())
+            text = f"openssl ended with status {error.returncode}: {printable(said, _MAX_LETTERS)}"
+            raise OSError(text) from error
         except subprocess.SubprocessError as error:
             raise OSError(f"{error}") from error
         pem = process.stdout  # the private key, then the certificate

@@ -174,8 +174,8 @@ def test_a_host_without_openssl_is_one_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tls, "_COMMAND", ("no-such-openssl",))
     with pytest.raises(OSError, match="no-such-openssl"):
         Certificate.make()
-    monkeypatch.setattr(tls, "_COMMAND", ("false",))
-    with pytest.raises(OSError, match="returned non-zero"):
+    monkeypatch.setattr(tls, "_COMMAND", ("sh", "-c", "echo 'bad openssl.cnf:' >&2; echo 'line 7' >&2; exit 3"))
+    with pytest.raises(OSError, match=r"openssl ended with status 3: bad openssl\.cnf: line 7$"):
         Certificate.make()
 
 
