@@ -1,12 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state of a run's groups as a person sees it, and the lines that events become; pure."""
+"""The state of a run's groups as a person sees it, and the lines that show events; pure functions.
+
+`RunStatus` calls them for `titan-ft top` and the launcher's terminal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from titan_ft.history.fold.group import GroupFold, GroupState
 from titan_ft.history.fold.run import RunFold
@@ -16,42 +18,42 @@ from titan_ft.run import events as ev
 WAITING, STARTING, JOINED, HEALING, TRAINING = "waiting", "starting", "joined", "healing", "training"
 DIED, DRAINING, DRAINED, FINISHED, FAILED = "died", "draining", "drained", "finished", "failed"
 STOPPED = "stopped"
-"""Ended by the launcher or its agent, before it could leave in order."""
+"""The launcher or the agent ended the group before it could leave in order."""
 LOST = "lost"
-"""Not heard of for so long that its host may be gone; its own next event ends it."""
+"""The group was silent for so long that its host may be gone. Its next event ends this state."""
 _SHOWN: dict[GroupState, str] = {"left": DRAINED, "finished": FINISHED, "given up": FAILED}
 STATES = (WAITING, STARTING, JOINED, HEALING, TRAINING, LOST, DIED, DRAINING, DRAINED, FINISHED, FAILED, STOPPED)
 
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """What is known of one replica group; of its step, None until its attempt has made one."""
+    """The status of one replica group. Figures of its last step are None before the first step."""
 
     replica: int
     state: str = WAITING
     step: int | None = None
-    """Last step, or round, committed."""
+    """Last committed step, or round."""
     loss: float | None = None
     participants: tuple[int, ...] = ()
-    """Groups that took part in that step, or in the quorum joined last."""
+    """Groups in that step, or in the newest quorum."""
     attempt: int = 0
     restarts: int = 0
     own_loss: float | None = None
-    """Mean loss of its own tokens in that step; None where it had none."""
+    """Mean loss of its own tokens in that step; None without tokens."""
     own_seconds: float | None = None
-    """What that step took it without the exchange; of a round, each of its steps."""
+    """Seconds of that step without the exchange; for a round, of one local step."""
     waited: ev.Waited | None = None
-    """The other group that it waited for longest in that step, and why; from a `waiting` event on the group that the
-    step under way waits for, with 0 s. None if it waited for nobody."""
+    """The group with the longest wait in that step. After a `waiting` event the group that the
+    current step waits for, with 0 s. None without a wait."""
     donor: int | None = None
-    """Group that it fetched its state from last, or is fetching from."""
+    """Donor of its current or last heal."""
     host: str = ""
     fault: str = ""
-    """Name of the fault injected into it last."""
+    """Name of the last fault injected into the group."""
     fault_time: float = 0.0
-    """Unix seconds of that."""
+    """Unix seconds of that fault."""
     unit: Unit = STEP
-    """What it commits: steps, or rounds."""
+    """Steps, or rounds."""
 
 
 Groups = dict[int, GroupStatus]
@@ -71,17 +73,20 @@ def state_of(group: GroupFold, run: RunFold) -> str:
         return LOST
     if group.state == "died":
         return DIED
-    # A group that was asked to leave goes on with its step meanwhile.
+    # A group that was asked to leave still finishes its step.
     if run.stopping is not None:
         return DRAINING
     return WAITING if group.state == "not started" else group.state
 
 
 def show_group(group: GroupFold, run: RunFold) -> GroupStatus:
-    """Return what a person sees of a group."""
+    """Return the status of a group."""
     state = state_of(group, run)
     commit = group.commit
     fault = group.last_fault
+    own_seconds = None
+    if commit is not None and group.silence is None:
+        own_seconds = _own_seconds(commit)
     return GroupStatus(
         group.slot,
         state,
@@ -91,7 +96,7 @@ def show_group(group: GroupFold, run: RunFold) -> GroupStatus:
         attempt=group.attempt,
         restarts=group.num_restarts,
         own_loss=None if commit is None else commit.own_loss,
-        own_seconds=None if commit is None or group.silence is not None else _own_seconds(commit),
+        own_seconds=own_seconds,
         waited=group.waited,
         donor=group.donor,
         host=group.host,
@@ -102,73 +107,115 @@ def show_group(group: GroupFold, run: RunFold) -> GroupStatus:
 
 
 def _own_seconds(commit: ev.StepCommitted) -> float | None:
-    """Return what a step took a group by itself. Who joins in the midst of a round makes fewer, not faster ones."""
-    steps = 1 if commit.inner_steps is None else commit.inner_steps
-    return (commit.compute_seconds + commit.apply_seconds) / steps if steps else None
+    """Return the group's own seconds of a step; of a round, the mean of its local steps.
+
+    A group that joins during a round makes fewer local steps, so the mean is over its own number.
+    """
+    num_steps = 1 if commit.inner_steps is None else commit.inner_steps
+    if not num_steps:
+        return None
+    return (commit.compute_seconds + commit.apply_seconds) / num_steps
 
 
-# The line that an event becomes. `group N` stands before those of a group itself, of which rank 0's count.
-_LINES: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
-    ev.LighthouseRestarted: lambda e, u: f"{e.reason}; it is back at the same address after {e.seconds:.2f} s",
-    ev.StrangerRefused: lambda e, u: f"the lighthouse refused {e.reason}, from {e.source}; said once",
-    ev.ChaosStarted: lambda e, u: f"chaos begins: {e.plan}, seed {e.seed}: {e.schedule}",
-    ev.ChaosFinished: lambda e, u: f"chaos ends: faults injected: {e.injected}, skipped: {e.skipped}",
-    ev.FaultInjected: lambda e, u: f"fault: {_fault(e)}{_params(e)}",
-    ev.FaultUndone: lambda e, u: f"fault undone: {_fault(e)}",
-    ev.FaultSkipped: lambda e, u: f"fault skipped: {_fault(e)}{_because(e.reason)}",
-    ev.EventsDropped: lambda e, u: f"{_writer(e)} lost events that it could not write: {e.error}",
-    ev.GroupBack: lambda e, u: f"group {e.slot} is back: it was silent for {e.seconds:.0f} s",
-    ev.PeerSilent: lambda e, u: (
-        f"no heartbeat from {_groups(e.slots)} for {e.seconds:.1f} s: the exchange is repeated without"
-    ),
-    ev.WaitingToEnd: lambda e, u: (
-        f"the last step is made; waiting for {_groups(e.slots)} for {e.seconds:.0f} s at most"
-    ),
-    ev.EndedWithout: lambda e, u: f"ended without {_groups(e.slots)}: not heard of for {e.seconds:.0f} s",
-    ev.Straggler: lambda e, u: f"group {e.slot} is slow: {e.factor:.1f} times the others' step time",
-    ev.StragglerRecovered: lambda e, u: f"group {e.slot} is as fast as the others again",
-    ev.GradientExcluded: lambda e, u: (
-        f"{u.name(e.step)} goes without group {_listed(e.slots)}: gradient not finite; the batch is trained again"
-    ),
-}
-_LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
-    ev.HealStarted: lambda e, u: f"healing from group {e.donor} at {u.name(e.from_step)}",
-    ev.HealFinished: lambda e, u: f"healed in {e.seconds:.2f} s",
-    ev.HealFailed: lambda e, u: f"got no state from group {e.donor}: {_first_line(e.error)}",
-    ev.RolledBack: lambda e, u: f"goes on from {u.name(e.step)}: {u.noun}s lost with their groups: {e.lost}",
-    ev.CheckpointFailed: lambda e, u: (
-        f"could not save the checkpoint of step {e.step}: {_first_line(e.error)}{_latest_checkpoint(e.latest)}"
-    ),
-    ev.DigestMismatch: lambda e, u: (
-        f"sees different digests at {u.name(e.step)} (minority: {_listed(e.minority) or 'none, a tie'})"
-    ),
-    ev.Waiting: lambda e, u: f"waits after {u.name(e.step)}: {e.reason or 'too few groups'}",
-    ev.CatchUpRenewed: lambda e, u: f"gives up the state of {u.name(e.from_step)} for a newer one{_because(e.reason)}",
-    ev.CatchUpWaiting: lambda e, u: f"lets the others wait until it has {u.name(e.step)}{_because(e.reason)}",
-    ev.Drained: lambda e, u: f"left after {u.name(e.step)}{_because(e.reason)}",
-    ev.ForeignMember: lambda e, u: f"leaves {e.member} aside{_because(e.reason)}",
-    ev.StartedAnew: lambda e, u: "starts anew from step 0: no group holds the state of its earlier attempt",
-    ev.CheckpointSkipped: lambda e, u: (
-        f"goes on from the checkpoint of step {e.instead}, for that of step {e.step} is damaged{_because(e.reason)}"
-    ),
-    ev.CheckpointSetAside: lambda e, u: f"keeps a checkpoint of another job as {e.folder}, for it went back before it",
-    ev.CheckpointLoaded: lambda e, u: f"goes on from the checkpoint of step {e.step}",
-    ev.CheckpointSaved: lambda e, u: f"saved the checkpoint of step {e.step} in {e.seconds:.1f} s",
-    ev.SavingBeforeLeaving: lambda e, u: (
-        f"saves the checkpoint of step {e.step} before it leaves{_because(e.shortage)}"
-    ),
-    ev.LoaderChecked: lambda e, u: (
-        f"has a data loader that does not go on exactly where its state was saved: {e.reason} ({e.loader})"
-    ),
-    ev.DataOpened: lambda e, u: (
-        f"opened slot {e.slot} at batch {e.first_batch} and got another batch than follows there: data are lost or "
-        "repeated"
-    ),
-    ev.DataReset: lambda e, u: f"starts its data anew{_because(e.reason)}",
-    ev.TrainingFinished: lambda e, u: f"finished at {u.name(e.step)}",
-    ev.CameTooLate: lambda e, u: f"came when the job had finished, at {u.name(e.step)}, and ends",
-}
-# Every group comes to the same finding: one line is enough.
+def _run_line(event: ev.Event, unit: Unit) -> str | None:
+    """Return the line of an event about the run; None for events about a group."""
+    match event:
+        case ev.LighthouseRestarted():
+            return f"{event.reason}; it is back at the same address after {event.seconds:.2f} s"
+        case ev.StrangerRefused():
+            return f"the lighthouse refused {event.reason}, from {event.source}; said once"
+        case ev.ChaosStarted():
+            return f"chaos begins: {event.plan}, seed {event.seed}: {event.schedule}"
+        case ev.ChaosFinished():
+            return f"chaos ends: faults injected: {event.injected}, skipped: {event.skipped}"
+        case ev.FaultInjected():
+            return f"fault: {_fault(event)}{_params(event)}"
+        case ev.FaultUndone():
+            return f"fault undone: {_fault(event)}"
+        case ev.FaultSkipped():
+            return f"fault skipped: {_fault(event)}{_because(event.reason)}"
+        case ev.EventsDropped():
+            return f"{_writer(event)} lost events that it could not write: {event.error}"
+        case ev.GroupBack():
+            return f"group {event.slot} is back: it was silent for {event.seconds:.0f} s"
+        case ev.PeerSilent():
+            silence = f"no heartbeat from {_groups(event.slots)} for {event.seconds:.1f} s"
+            return f"{silence}: the exchange is repeated without"
+        case ev.WaitingToEnd():
+            limit = f"for {event.seconds:.0f} s at most"
+            return f"the last step is made; waiting for {_groups(event.slots)} {limit}"
+        case ev.EndedWithout():
+            return f"ended without {_groups(event.slots)}: not heard of for {event.seconds:.0f} s"
+        case ev.Straggler():
+            return f"group {event.slot} is slow: {event.factor:.1f} times the others' step time"
+        case ev.StragglerRecovered():
+            return f"group {event.slot} is as fast as the others again"
+        case ev.GradientExcluded():
+            without = f"{unit.name(event.step)} goes without group {_listed(event.slots)}"
+            return f"{without}: gradient not finite; the batch is trained again"
+    return None
+
+
+def _group_line(event: ev.RankEvent, unit: Unit) -> str | None:
+    """Return the line of an event of a group's rank 0, without the group's name; None for others."""
+    match event:
+        case ev.HealStarted():
+            return f"healing from group {event.donor} at {unit.name(event.from_step)}"
+        case ev.HealFinished():
+            return f"healed in {event.seconds:.2f} s"
+        case ev.HealFailed():
+            return f"got no state from group {event.donor}: {_first_line(event.error)}"
+        case ev.RolledBack():
+            lost = f"{unit.noun}s lost with their groups: {event.lost}"
+            return f"goes on from {unit.name(event.step)}: {lost}"
+        case ev.CheckpointFailed():
+            error = f"{_first_line(event.error)}{_latest_checkpoint(event.latest)}"
+            return f"could not save the checkpoint of step {event.step}: {error}"
+        case ev.DigestMismatch():
+            minority = _listed(event.minority) or "none, a tie"
+            return f"sees different digests at {unit.name(event.step)} (minority: {minority})"
+        case ev.Waiting():
+            return f"waits after {unit.name(event.step)}: {event.reason or 'too few groups'}"
+        case ev.CatchUpRenewed():
+            state = f"the state of {unit.name(event.from_step)}"
+            return f"gives up {state} for a newer one{_because(event.reason)}"
+        case ev.CatchUpWaiting():
+            until = f"until it has {unit.name(event.step)}"
+            return f"lets the others wait {until}{_because(event.reason)}"
+        case ev.Drained():
+            return f"left after {unit.name(event.step)}{_because(event.reason)}"
+        case ev.ForeignMember():
+            return f"leaves {event.member} aside{_because(event.reason)}"
+        case ev.StartedAnew():
+            return "starts anew from step 0: no group holds the state of its earlier attempt"
+        case ev.CheckpointSkipped():
+            damage = f"that of step {event.step} is damaged{_because(event.reason)}"
+            return f"goes on from the checkpoint of step {event.instead}, because {damage}"
+        case ev.CheckpointSetAside():
+            return f"renames an outdated checkpoint to {event.folder}: the job went back before it"
+        case ev.CheckpointLoaded():
+            return f"goes on from the checkpoint of step {event.step}"
+        case ev.CheckpointSaved():
+            return f"saved the checkpoint of step {event.step} in {event.seconds:.1f} s"
+        case ev.SavingBeforeLeaving():
+            warning = _because(event.shortage)
+            return f"saves the checkpoint of step {event.step} before it leaves{warning}"
+        case ev.LoaderChecked() if not event.exact:
+            fault = "does not go on exactly where its state was saved"
+            return f"has a data loader that {fault}: {event.reason} ({event.loader})"
+        case ev.DataOpened() if event.exact is False:
+            place = f"slot {event.slot} at batch {event.first_batch}"
+            return f"opened {place} and got another batch than follows there: data are lost or repeated"
+        case ev.DataReset():
+            return f"starts its data anew{_because(event.reason)}"
+        case ev.TrainingFinished():
+            return f"finished at {unit.name(event.step)}"
+        case ev.CameTooLate():
+            return f"came when the job had finished, at {unit.name(event.step)}, and ends"
+    return None
+
+
+# All groups write these events. The line of one group is enough.
 _SEEN_BY_ALL = (
     ev.DigestMismatch,
     ev.EndedWithout,
@@ -184,7 +231,7 @@ _SEEN_BY_ALL = (
 
 
 def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | None:
-    """Return the line that shows a change, or None when the event is not worth one.
+    """Return the line that shows an event; None for events without a line.
 
     Args:
         before: the states of the groups before the event.
@@ -192,67 +239,95 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
     """
     if isinstance(event, ev.GroupLost):
         return _describe_loss(before, run, event)
-    line, line_of_group = _LINES.get(type(event)), _LINES_OF_GROUP.get(type(event))
+    # The agents of all ranks report a fault of their group. The line of rank 0 is enough.
     if isinstance(event, ev.FaultEvent) and event.rank and _hits_groups(event):
-        return None  # the agents of all ranks report what hit their group
-    if line is not None and not isinstance(event, ev.RankEvent):
-        return line(event, STEP)
+        return None
+    if not isinstance(event, ev.RankEvent):
+        line = _run_line(event, STEP)
+        if line is not None:
+            return line
     replica = event.replica
     if replica is None or replica not in run.groups:
         return None
-    name = f"group {replica}"
     group = run.groups[replica]
-    state = state_of(group, run)
+    name = f"group {replica}"
+    state_before = before.get(replica)
     match event:
-        case ev.WorkerExited() if state == DIED and before.get(replica) != DIED and not event.stopped:
-            if event.is_mistake:
-                return None  # `ReplicaGaveUp` follows: the line of a mistake is one
-            # The exception first: `top` cuts its lines at the terminal's width.
-            parts = [event.error, event.reason or "a worker ended", event.log and f"see {event.log}"]
-            return f"{name} died: {'; '.join(part for part in parts if part)}"
+        case ev.WorkerExited():
+            died = state_of(group, run) == DIED and state_before != DIED and not event.stopped
+            # `ReplicaGaveUp` follows a mistake in the config, and its line is enough.
+            if not died or event.is_mistake:
+                return None
+            return _describe_death(name, event)
         case ev.AgentEnded():
-            return f"{name} died: {event.reason}" + (f"; see {event.log}" if event.log else "")
+            log = f"; see {event.log}" if event.log else ""
+            return f"{name} died: {event.reason}{log}"
         case ev.ReplicaRestarted():
             return f"{name} restarting (attempt {group.attempt})"
-        case ev.ReplicaGaveUp() if event.mistake:
-            return f"{name} has a mistake in its config: {event.mistake}"
         case ev.ReplicaGaveUp():
-            if not event.error:
-                return f"{name} failed: {event.reason}; see {event.log}"
-            # The line of the death named the exception already.
-            reason = group.last_reason if before.get(replica) in (DIED, FAILED) else None
-            told = reason is not None and (reason.attempt, reason.text) == (event.attempt, event.error)
-            return f"{name} failed: {event.reason}" + ("" if told else f"; {event.log}: {event.error}")
+            return _describe_end(name, event, group, state_before)
         case ev.SpareTookOver():
             return f"{name}: a spare takes its place (attempt {group.attempt})"
         case ev.Hung():
-            return f"{name} hangs: rank {event.rank} made no progress and ends itself; its log has the stacks"
-        case ev.LoaderChecked() if event.exact:
-            return None
-        case ev.DataOpened() if event.exact is not False:
-            return None
+            cause = f"rank {event.rank} made no progress and ends itself"
+            return f"{name} hangs: {cause}; its log has the stacks"
         case ev.RankSilent():
             return f"{name}: ranks {_listed(event.ranks)} are silent, so that the group ends"
     if not isinstance(event, ev.RankEvent) or event.rank != 0 or event.attempt < group.attempt:
         return None
     if isinstance(event, ev.Joined):
-        joins = state == JOINED and before.get(replica) != JOINED
-        return f"{name} joined: {len(group.participants)} of {len(run.groups)} groups are there" if joins else None
+        if state_of(group, run) != JOINED or state_before == JOINED:
+            return None
+        return f"{name} joined: {len(group.participants)} of {len(run.groups)} groups are there"
     if isinstance(event, _SEEN_BY_ALL) and not _is_first_to_train(run, replica):
         return None
+    line = _run_line(event, run.unit)
     if line is not None:
-        return line(event, run.unit)
-    return None if line_of_group is None else f"{name} {line_of_group(event, run.unit)}"
+        return line
+    line = _group_line(event, run.unit)
+    return None if line is None else f"{name} {line}"
+
+
+def _describe_death(name: str, event: ev.WorkerExited) -> str:
+    """Return the line of a group's death, the exception first: `top` cuts its lines at the width."""
+    parts = []
+    if event.error:
+        parts.append(event.error)
+    parts.append(event.reason or "a worker ended")
+    if event.log:
+        parts.append(f"see {event.log}")
+    return f"{name} died: {'; '.join(parts)}"
+
+
+def _describe_end(name: str, event: ev.ReplicaGaveUp, group: GroupFold, state_before: str | None) -> str:
+    """Return the line of a group that is not started again."""
+    if event.mistake:
+        return f"{name} has a mistake in its config: {event.mistake}"
+    line = f"{name} failed: {event.reason}"
+    if not event.error:
+        return f"{line}; see {event.log}"
+    # The line of the group's death has named the exception.
+    reason = group.last_reason if state_before in (DIED, FAILED) else None
+    if reason is not None and (reason.attempt, reason.text) == (event.attempt, event.error):
+        return line
+    return f"{line}; {event.log}: {event.error}"
 
 
 def is_shown_at_a_stop(event: ev.Event) -> bool:
     """Return whether the line of an event is shown while the whole run is being stopped.
 
-    Workers do not "die" one by one then. But a worker that somebody else killed did.
+    The end of a worker is expected then, but its death by a signal is not.
     """
-    told = ev.AgentEnded | ev.Drained | ev.CheckpointSaved | ev.CheckpointFailed | ev.SavingBeforeLeaving
-    was_killed = isinstance(event, ev.WorkerExited) and event.signal is not None
-    return was_killed or isinstance(event, told)
+    if isinstance(event, ev.WorkerExited):
+        return event.signal is not None
+    shown = (
+        ev.AgentEnded,
+        ev.Drained,
+        ev.CheckpointSaved,
+        ev.CheckpointFailed,
+        ev.SavingBeforeLeaving,
+    )
+    return isinstance(event, shown)
 
 
 def _describe_loss(before: Mapping[int, str], run: RunFold, event: ev.GroupLost) -> str | None:
@@ -265,34 +340,39 @@ def _describe_loss(before: Mapping[int, str], run: RunFold, event: ev.GroupLost)
 
 
 def _is_first_to_train(run: RunFold, slot: int) -> bool:
-    """Return whether a group is the first of those that train."""
+    """Return whether the group has the lowest slot of all that train."""
     earlier = (group for group in run.groups.values() if group.slot < slot)
     return all(state_of(group, run) not in (JOINED, TRAINING) for group in earlier)
 
 
 def _hits_groups(event: ev.FaultEvent) -> bool:
-    """Tell whether a fault is one that hits whole groups."""
-    from titan_ft.faults.catalogue import FAULTS  # a run that nobody breaks loads nothing of what breaks runs
+    """Return whether a fault hits whole groups."""
+    # Imported here: a run without faults does not load the code of faults.
+    from titan_ft.faults.catalogue import FAULTS
 
     fault = FAULTS.get(event.fault)
     return fault is not None and fault.scope in ("group", "groups", "link")
 
 
 def _fault(event: ev.FaultEvent) -> str:
-    """Return a fault with its target: "kill_rank on group 2, rank 1"."""
+    """Name a fault with its target, such as "kill_rank on group 2, rank 1"."""
     target = event.target
     if target is None:
         return event.fault
     if target.lighthouse:
         return f"{event.fault} on the lighthouse"
-    rank = None if _hits_groups(event) else target.rank
-    return f"{event.fault} on group {target.replica}" + (f", rank {rank}" if rank is not None else "")
+    text = f"{event.fault} on group {target.replica}"
+    if target.rank is None or _hits_groups(event):
+        return text
+    return f"{text}, rank {target.rank}"
 
 
 def _writer(event: ev.LogEvent) -> str:
-    """Return who wrote an event about its own file."""
+    """Name the process that wrote an event about its own file."""
+    if event.replica is None:
+        return "the launcher"
     rank = "" if event.rank is None else f", rank {event.rank},"
-    return "the launcher" if event.replica is None else f"group {event.replica}{rank}"
+    return f"group {event.replica}{rank}"
 
 
 def _params(event: ev.FaultInjected) -> str:
@@ -306,7 +386,9 @@ def _first_line(text: str) -> str:
 
 
 def _latest_checkpoint(step: int | None) -> str:
-    return "" if step is None else f"; the latest is that of step {step}" if step else "; there is none to go back to"
+    if step is None:
+        return ""
+    return f"; the latest is that of step {step}" if step else "; there is none to go back to"
 
 
 def _because(reason: str) -> str:
