@@ -46,8 +46,8 @@ def test_a_run_with_one_kill() -> None:
     assert found.rejoin.values == [pytest.approx(0.0)]
     assert (found.drag, found.num_away) == (pytest.approx(0.0), 3)
     assert found.kinds == {"SIGKILL": 1}
-    rows = {each.name: (each.number, each.censored) for each in found.observations()}
-    assert rows["away until it could join"] == (1, 0)
+    rows = {name: basis for name, _, basis in found.observations()}
+    assert rows["away until it could join"] == "1 observations"
 
 
 def test_a_group_that_never_came_back_is_cut_off() -> None:

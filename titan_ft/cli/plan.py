@@ -155,7 +155,6 @@ def _compare(
         case_figures,
         case_notes,
         case_table,
-        observation_rows,
         observation_table,
     )
     from titan_ft.forecast.trace import write_drawn
@@ -170,7 +169,7 @@ def _compare(
         figures: dict[str, Any] = {"cases": [case_figures(case) for case in cases]}
         if measured is not None:
             names = ("input", "value", "rests_on")
-            rows = observation_rows(measured)
+            rows = measured.observations()
             figures["record"] = [dict(zip(names, row, strict=True)) for row in rows]
         print(json.dumps(figures, indent=2))
         return 0

@@ -23,17 +23,6 @@ from titan_ft.history.timing.incidents import RecordedFailure, find_failures
 from titan_ft.run.events import StepCommitted
 
 
-@dataclass(frozen=True)
-class Observation:
-    """One input and what it rests on."""
-
-    name: str
-    value: str
-    number: int
-    censored: int = 0
-    """Observations that were cut off by the end of the record, or by the group's next failure."""
-
-
 @dataclass
 class Measured:
     """The costs of failures in runs; all in seconds. A cost that no failure showed is None."""
@@ -69,28 +58,39 @@ class Measured:
         late = self.stall.mean + (0.0 if self.rejoin is None else self.rejoin.mean)
         return (late + self.away.mean / self.groups) / self.mtbf
 
-    def observations(self) -> list[Observation]:
-        """Return the inputs for a table."""
+    def observations(self) -> list[tuple[str, str, str]]:
+        """Return the inputs of the record: name, value, and the observations that it rests on."""
         found = [
-            Observation("step without trouble", f"{self.step:.3g} s", self.num_steps),
-            Observation("longer for each group away", f"{self.drag:.3g} s", self.num_away),
+            _observation("step without trouble", self.step, self.num_steps),
+            _observation("longer for each group away", self.drag, self.num_away),
         ]
-        for name, samples in (
-            ("stall: a step with a death is late by", self.stall),
-            ("away until it could join", self.away),
-            ("late when one returns", self.rejoin),
-        ):
-            if samples is not None:
-                found.append(Observation(name, f"{samples.mean:.3g} s", samples.number, samples.censored))
+        lengths = {
+            "stall: a step with a death is late by": self.stall,
+            "away until it could join": self.away,
+            "late when one returns": self.rejoin,
+        }
         if len(self.stalls) > 1:
-            for cause, samples in sorted(self.stalls.items()):
-                found.append(Observation(f"stall of {cause} alone", f"{samples.mean:.3g} s", samples.number))
+            lengths |= {f"stall of {cause} alone": each for cause, each in self.stalls.items()}
+        for name, samples in lengths.items():
+            if samples is not None:
+                found.append(_observation(name, samples.mean, samples.number, samples.censored))
         if self.mtbf is not None:
-            found.append(Observation("time between failures", f"{self.mtbf:.3g} s", sum(self.kinds.values())))
+            number = sum(self.kinds.values())
+            found.append(_observation("time between failures", self.mtbf, number))
         if self.fit is not None:
             shape = f"shape {self.fit.shape:.2f} ({self.fit.low:.2f} to {self.fit.high:.2f})"
-            found.append(Observation("their spacing", shape, self.fit.number))
+            found.append(("their spacing", shape, f"{self.fit.number} observations"))
         return found
+
+
+def _observation(name: str, seconds: float, number: int, censored: int = 0) -> tuple[str, str, str]:
+    """Return a row of `Measured.observations`.
+
+    Args:
+        censored: observations that the end of the record, or the group's next failure, cut off.
+    """
+    cut = f", {censored} cut off" if censored else ""
+    return name, f"{seconds:.3g} s", f"{number} observations{cut}"
 
 
 @dataclass

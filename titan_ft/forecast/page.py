@@ -18,7 +18,7 @@ from titan_ft.forecast.closed_forms import estimate, standbys
 from titan_ft.forecast.lengths import fit_weibull
 from titan_ft.forecast.logs import LoggedFailure
 from titan_ft.forecast.measured import Measured
-from titan_ft.forecast.table import NOTES, case_cells, case_columns, case_notes, observation_rows
+from titan_ft.forecast.table import NOTES, case_cells, case_columns, case_notes
 from titan_ft.history.report.layers import Axis, Band, Chart, Curve, Layer
 from titan_ft.history.report.page import fill
 from titan_ft.history.report.style import STATES
@@ -57,7 +57,7 @@ def write_page(folder: Path, cases: Sequence[Case], measured: Measured | None, s
             (name, *(f"{100 * value:.2f} %" for value in values))
             for name, *values in (sensitivity(first.forecasts[0].candidate) if first.forecasts else [])
         ],
-        observations=[] if measured is None else observation_rows(measured),
+        observations=[] if measured is None else measured.observations(),
         inputs=_inputs(first),
         notes=NOTES,
     ).encode()

@@ -130,19 +130,10 @@ def case_notes(case: Case) -> list[str]:
     return notes
 
 
-def observation_rows(measured: Measured) -> list[tuple[str, str, str]]:
-    """Return the inputs of a record: name, value, what it rests on."""
-    rows = []
-    for each in measured.observations():
-        cut = f", {each.censored} cut off" if each.censored else ""
-        rows.append((each.name, each.value, f"{each.number} observations{cut}"))
-    return rows
-
-
 def observation_table(measured: Measured) -> Table:
     from titan_ft.history.terminal import grid
 
-    return grid([("input of the record", "", ""), *observation_rows(measured)])
+    return grid([("input of the record", "", ""), *measured.observations()])
 
 
 def campaign_table(forecast: Forecast, minutes: float) -> Table:
