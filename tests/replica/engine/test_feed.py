@@ -82,8 +82,8 @@ def straight(build: Build, slot: int, num_steps: int) -> list[str]:
     return [commit(ledger, feed.read(slot, 2)) for _ in range(num_steps)]
 
 
-def test_another_process_goes_on_behind_the_last_commit(build: Build) -> None:
-    """A group that was restarted and healed reads what an undisturbed one would have read next."""
+def test_another_process_continues_after_the_last_commit(build: Build) -> None:
+    """A group that was restarted and healed reads the same batches as an undisturbed one."""
     ledger, healed = Ledger(NUM_SLOTS), Ledger(NUM_SLOTS)
     feed = Feed(ledger, build, iter)
     sums = [commit(ledger, feed.read(1, 2)) for _ in range(3)]
@@ -95,8 +95,8 @@ def test_another_process_goes_on_behind_the_last_commit(build: Build) -> None:
     assert len(set(sums)) == 6
 
 
-def test_what_was_not_committed_is_used_again(build: Build) -> None:
-    """A retried step has the very same batches, and nothing is read for it."""
+def test_uncommitted_batches_are_used_again(build: Build) -> None:
+    """A retried step has the very same batches, and reads nothing."""
     ledger = Ledger(NUM_SLOTS)
     feed = Feed(ledger, build, iter)
     commit(ledger, feed.read(0, 2))
@@ -108,8 +108,8 @@ def test_what_was_not_committed_is_used_again(build: Build) -> None:
     assert [reading.checksum, following.checksum] == straight(build, 0, 3)[1:]
 
 
-def test_the_steps_of_a_round_are_read_one_behind_the_other(build: Build) -> None:
-    """Nothing of a round is committed before all of it is; one that was void is read again from its beginning."""
+def test_the_steps_of_a_round_read_consecutive_batches(build: Build) -> None:
+    """A round is committed as a whole. A void round is read again from its beginning."""
     ledger = Ledger(NUM_SLOTS)
     whole, feed = Feed(Ledger(NUM_SLOTS), build, iter).read(0, 6), Feed(ledger, build, iter)
     for _ in range(2):
@@ -125,7 +125,10 @@ def test_the_steps_of_a_round_are_read_one_behind_the_other(build: Build) -> Non
 
 
 def test_reading_ahead_changes_nothing(build: Build) -> None:
-    """It is the next step's, in a round too; another group goes on behind what is committed; void if others moved."""
+    """It reads the next step, in a round too.
+
+    Another group continues after the commit; batches that another group trained are void.
+    """
     sums = straight(build, 0, 6)
     ledger = Ledger(NUM_SLOTS)
     feed = Feed(ledger, build, iter)
@@ -146,8 +149,11 @@ def test_reading_ahead_changes_nothing(build: Build) -> None:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_the_end_of_the_data_is_told_when_it_is_asked_for(ahead: bool) -> None:
-    """Not to a step that has its data; and to every one that asks. What is read ahead is read once."""
+def test_the_end_of_the_data_is_raised_by_the_read_that_meets_it(ahead: bool) -> None:
+    """A step that has its data does not see it.
+
+    Each later read raises it. Batches read ahead are read once.
+    """
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(5)]
     pulled: list[int] = []
 
@@ -172,8 +178,8 @@ def test_the_end_of_the_data_is_told_when_it_is_asked_for(ahead: bool) -> None:
     assert pulled == list(range(5))
 
 
-def test_batches_whose_loader_cannot_tell_its_state_are_not_skipped() -> None:
-    """They were read ahead and are gone: what follows on them is not taken for them."""
+def test_batches_of_a_loader_without_a_state_are_not_skipped() -> None:
+    """They were read ahead and are lost. The batches after them must not take their numbers."""
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(6)]
 
     class Forgetful(Listed):
@@ -193,7 +199,10 @@ def test_batches_whose_loader_cannot_tell_its_state_are_not_skipped() -> None:
 
 
 def test_it_follows_a_ledger_that_others_moved(build: Build) -> None:
-    """What this group read while another one trained its slot is void; so is a ledger that went back."""
+    """Batches that this group read while another group trained its slot are void.
+
+    A ledger may also go back.
+    """
     ledger, others = Ledger(NUM_SLOTS), Ledger(NUM_SLOTS)
     feed, other_feed = Feed(ledger, build, iter), Feed(others, build, iter)
     sums = straight(build, 0, 5)
@@ -209,7 +218,7 @@ def test_it_follows_a_ledger_that_others_moved(build: Build) -> None:
 
 
 def test_a_dropped_slot_is_opened_again_where_it_ends(build: Build) -> None:
-    """An absent group's slot that is read for a while, left and taken up again."""
+    """A group reads the slot of an absent group for a while, drops it, and takes it up again."""
     ledger = Ledger(NUM_SLOTS)
     feed = Feed(ledger, build, iter)
     sums = [commit(ledger, feed.read(1, 2)) for _ in range(2)]
@@ -227,8 +236,8 @@ def read_round(feed: Feed, slot: int, num_steps: int) -> list[Reading]:
     return readings
 
 
-def test_a_round_reads_on_behind_what_it_has_read(build: Build) -> None:
-    """Each step of a round has the next batches, and the round's commit counts them all; nothing is opened again."""
+def test_a_round_reads_on_after_its_own_steps(build: Build) -> None:
+    """Each step has the next batches, and the commit counts them all. No loader is opened again."""
     ledger, opened = Ledger(NUM_SLOTS), []
 
     def build_once(slot: int) -> Any:
@@ -248,8 +257,8 @@ def test_a_round_reads_on_behind_what_it_has_read(build: Build) -> None:
     assert opened == [1]
 
 
-def test_what_is_merged_is_one_reading(build: Build) -> None:
-    """Of each slot: number, checksum and the loader's state are those of a single reading of all these batches."""
+def test_merged_readings_are_like_one_reading(build: Build) -> None:
+    """Numbers, checksum and loader state are those of a single reading of all these batches."""
     rounds, single = Feed(Ledger(NUM_SLOTS), build, iter), Feed(Ledger(NUM_SLOTS), build, iter)
     of_slots = [read_round(rounds, slot, 3) for slot in (0, 1)]
     merged = merge([reading for step in zip(*of_slots, strict=True) for reading in step])
@@ -287,8 +296,8 @@ class Listed:
         self._read = state_dict["read"]
 
 
-def test_only_what_is_dropped_is_closed() -> None:
-    """A slot that is read on keeps its loader; of the others nothing is left: each may hold files and processes."""
+def test_only_dropped_slots_are_closed() -> None:
+    """A slot that is read on keeps its loader. The others free their files and processes."""
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(4)]
     loaders: list[weakref.ref[Listed]] = []
 
@@ -308,8 +317,8 @@ def test_only_what_is_dropped_is_closed() -> None:
     assert len(loaders) == NUM_SLOTS
 
 
-def test_the_checksum_is_of_all_that_a_step_reads() -> None:
-    """One number of any input or label of any of its batches gives another one."""
+def test_the_checksum_covers_all_inputs_and_labels() -> None:
+    """One other number in any of them gives another checksum."""
 
     def checksum(numbers: list[int]) -> str:
         tensors = [torch.tensor([number]) for number in numbers]
@@ -326,8 +335,11 @@ def opened(events: list[Any]) -> list[tuple[int, int, bool | None]]:
     return [(event.slot, event.first_batch, event.exact) for event in events]
 
 
-def test_an_opening_says_whether_the_data_go_on(build: Build) -> None:
-    """Compared with what was read ahead; where nobody had, nothing is known; the shard is that of the whole job."""
+def test_an_opening_reports_whether_the_data_continue(build: Build) -> None:
+    """It compares the batch that was read ahead.
+
+    Without one, the answer is unknown. The shard is that of the whole job.
+    """
     ledger, events = Ledger(NUM_SLOTS), []  # type: ignore[var-annotated]
     feed = Feed(ledger, build, iter, events.append)
     for _ in range(2):
@@ -342,7 +354,9 @@ def test_an_opening_says_whether_the_data_go_on(build: Build) -> None:
 
 
 def test_another_batch_than_the_one_that_follows(caplog: pytest.LogCaptureFixture) -> None:
-    """A loader that does not go on is named in the log and in the event, however the first reader was closed."""
+    """A loader that does not continue is named in the log and in the event, however the first
+    reader was closed.
+    """
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(20)]
 
     class Skipping(Listed):
@@ -365,7 +379,9 @@ def test_another_batch_than_the_one_that_follows(caplog: pytest.LogCaptureFixtur
 
 
 def test_batches_of_another_size_prove_nothing() -> None:
-    """A resume with another batch or other sequences goes on at the same place of the data, in other batches."""
+    """A resume with another batch size or sequence length continues at the same place, with other
+    batches.
+    """
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(20)]
     pairs = [({"input": torch.tensor([n, n + 1])}, torch.tensor([n, n + 1])) for n in range(20)]
     ledger, events = Ledger(1), []  # type: ignore[var-annotated]
@@ -377,8 +393,8 @@ def test_batches_of_another_size_prove_nothing() -> None:
     assert opened(events) == [(0, 2, None)]
 
 
-def test_a_round_knows_what_follows_on_its_last_step() -> None:
-    """Of the readings that are merged the last one says it."""
+def test_a_round_has_the_mark_after_its_last_step() -> None:
+    """Of merged readings, the last one has it."""
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(20)]
     feed = Feed(Ledger(1), lambda slot: Listed(batches), iter)
     readings: list[Reading] = []

@@ -20,7 +20,7 @@ LLAMA = {
 
 @pytest.mark.parametrize("num_fragments", range(1, 9))
 def test_fragments_are_of_whole_blocks_and_about_equal(num_fragments: int) -> None:
-    """None has more than the largest block more than another one, and none is empty."""
+    """Two fragments differ by at most the largest block, and none is empty."""
     found = dict(zip(LLAMA, assign(LLAMA, num_fragments), strict=True))
     sizes = [sum(LLAMA[name] for name in LLAMA if found[name] == number) for number in range(num_fragments)]
     assert min(sizes) > 0
@@ -45,12 +45,15 @@ def test_equal_layers_are_dealt_out_in_turn() -> None:
     ],
 )
 def test_a_block_is_a_layer_or_a_child_of_the_model(name: str, block: str) -> None:
-    """Names of numbers within a layer cut it no further."""
+    """Numbers inside a layer's name do not cut it further."""
     assert block_of(name) == block
 
 
 def test_modules_that_are_named() -> None:
-    """A module has all that is in it but what is named itself; a name is a whole one, and no beginning of another."""
+    """A module has all of its parts, except for parts that are named themselves.
+
+    A prefix of a name is no match.
+    """
     names = ["layers.1.wq.weight", "layers.1.wo.weight", "layers.11.wq.weight", "norm.weight"]
     modules = [["layers.1"], ["layers.1.wo", "layers.11", "layers.2"]]
     assert find(names, modules) == [0, 1, 1, None]

@@ -69,7 +69,9 @@ def make_round(outer: OuterModel, of: nn.Module, *changes: float) -> float:
     ("lr", "momentum", "nesterov"), [(0.7, 0.9, True), (0.7, 0.9, False), (0.4, 0.0, False), (1.0, 0.0, False)]
 )
 def test_the_outer_optimizer_is_that_of_the_paper(lr: float, momentum: float, nesterov: bool) -> None:
-    """v = momentum * v + change; x = x - lr * (change + momentum * v), or lr * v without Nesterov; from v = 0."""
+    """v = momentum * v + change; x = x - lr * (change + momentum * v), or lr * v without Nesterov;
+    from v = 0.
+    """
     group = model(3.0)
     outer = OuterModel([group], OuterOptimizer(lr, momentum, nesterov))
     anchor, velocity = 3.0, 0.0
@@ -82,7 +84,7 @@ def test_the_outer_optimizer_is_that_of_the_paper(lr: float, momentum: float, ne
 
 
 def test_the_settings_are_those_of_the_method() -> None:
-    """LocalSGD has no outer optimizer to set: it takes the mean as it is."""
+    """LocalSGD has no outer optimizer to set: it takes the mean unchanged."""
     values: dict[str, Any] = {"outer_lr": 0.4, "outer_momentum": 0.5}
     assert outer_optimizer(FaultTolerance(semi_sync_method="local_sgd", **values)) == LOCAL_SGD
     assert outer_optimizer(FaultTolerance(semi_sync_method="diloco", **values)) == (0.4, 0.5, True)
@@ -90,8 +92,8 @@ def test_the_settings_are_those_of_the_method() -> None:
     OuterModel([model(1.0)], without)  # torch refuses Nesterov's momentum where there is none
 
 
-def test_only_what_learns_has_an_anchor() -> None:
-    """A frozen parameter is the same in all groups: it is neither moved nor exchanged."""
+def test_only_trained_parameters_have_anchors() -> None:
+    """A frozen parameter is equal in all groups. It is neither moved nor exchanged."""
     group = model(1.0, 2.0)
     outer = OuterModel([group], DILOCO)
     assert [anchor.item() for anchor in outer.anchors] == [1.0, 2.0]
@@ -102,7 +104,7 @@ def test_only_what_learns_has_an_anchor() -> None:
 
 
 def test_a_retry_has_the_same_change() -> None:
-    """The exchange only reads the changes: the model may not move meanwhile, and a second look finds the same."""
+    """The exchange only reads the changes. The model must not move before a retry."""
     group = model(1.0)
     outer = OuterModel([group], LOCAL_SGD)
     move(group, 0.25)
@@ -114,7 +116,7 @@ def test_a_retry_has_the_same_change() -> None:
 
 
 def test_the_norm_is_that_of_the_whole_change() -> None:
-    """Each rank has the sum of squares of its part; together they are the norm."""
+    """Each rank has the sum of squares of its part. Together they give the norm."""
     group = model(0.0, 0.0)
     squares = make_round(OuterModel([group], LOCAL_SGD), group, 3.0, 4.0)
     assert squares == 25.0
@@ -125,7 +127,10 @@ def test_the_norm_is_that_of_the_whole_change() -> None:
 
 
 def test_a_part_that_several_ranks_hold_counts_once(world: None) -> None:
-    """Tensor parallelism leaves copies of a norm's weight on each rank; data parallelism cuts all of them."""
+    """Tensor parallelism leaves copies of a norm's weight on each rank.
+
+    Data parallelism cuts all weights.
+    """
     mesh = dist.init_device_mesh("cpu", (1,))
     assert _num_copies(torch.zeros(4)) == 1
     assert _num_copies(DTensor.from_local(torch.zeros(4), mesh, [Shard(0)])) == 1
@@ -136,7 +141,10 @@ def test_a_part_that_several_ranks_hold_counts_once(world: None) -> None:
 
 
 def test_a_fragment_is_updated_alone() -> None:
-    """Its anchor and its momentum; the others' are as they were, and the group has come as far with them as before."""
+    """Its anchors and momentum change.
+
+    Those of the other fragments stay, and so does the group's distance from them.
+    """
     group = model(1.0, 2.0, 3.0)
     outer = OuterModel([group], DILOCO, fragments=[0, 1, 0])
     move(group, 0.5, 0.25, 1.0)
@@ -153,7 +161,7 @@ def test_a_fragment_is_updated_alone() -> None:
 
 
 def test_a_group_keeps_a_share_of_its_own_weights() -> None:
-    """And of them only: the anchors are what the groups agree on."""
+    """The anchors, on which the groups agree, have no such share."""
     group = model(1.0)
     outer = OuterModel([group], LOCAL_SGD)
     move(group, 0.5)
@@ -165,7 +173,7 @@ def test_a_group_keeps_a_share_of_its_own_weights() -> None:
 
 
 def test_the_anchors_are_lent() -> None:
-    """To be saved or validated; the group's own weights come back, whatever happens meanwhile."""
+    """For a save or a validation. The group's own weights come back, even after an error."""
     group = model(1.0, 2.0)
     outer = OuterModel([group], LOCAL_SGD)
     move(group, 0.5, 0.25)
@@ -256,10 +264,13 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
         ((4, 0), (4.0, 99.0), 4.0),  # nobody else has trained
     ],
 )
-def test_the_update_is_made_of_the_mean_of_those_who_trained(
+def test_the_update_is_the_mean_of_the_groups_that_trained(
     tokens: tuple[int, ...], changes: tuple[float, ...], mean: float
 ) -> None:
-    """Over real Gloo: weighted by tokens, of exactly the groups that have some; a joiner's zeros weigh nothing."""
+    """Over real Gloo: weighted by tokens, over exactly the groups that have some.
+
+    A joiner's zeros weigh nothing.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store, members = f"127.0.0.1:{server.port}/outer", len(tokens)
     makers = [lambda r=r, n=n: Group(store, r, members, LOCAL_SGD, n) for r, n in enumerate(tokens)]
@@ -270,7 +281,10 @@ def test_the_update_is_made_of_the_mean_of_those_who_trained(
 
 
 def test_groups_stay_equal_whoever_takes_part() -> None:
-    """Three rounds, in each of which another one of three groups has nothing; all have the momentum of all rounds."""
+    """In each of three rounds, another one of three groups gives nothing.
+
+    All have the momentum of all rounds.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = f"127.0.0.1:{server.port}/outer"
     groups: list[Group] = together(*[lambda r=r: Group(store, r, 3, DILOCO, 0) for r in range(3)])
@@ -290,8 +304,11 @@ def test_groups_stay_equal_whoever_takes_part() -> None:
 # Checkpoints
 
 
-def test_what_is_saved_goes_on_as_if_it_had_not_been() -> None:
-    """Weights from the checkpoint become the anchors, and momentum goes on; equal bytes after two further rounds."""
+def test_training_continues_exactly_after_a_save() -> None:
+    """The checkpoint's weights become the anchors, and the momentum continues.
+
+    After two more rounds the bytes are equal.
+    """
     group, resumed = model(3.0, -2.0), model(0.0, 0.0)
     outer, again = OuterModel([group], DILOCO), OuterModel([resumed], DILOCO)
     for _ in range(2):
@@ -310,7 +327,7 @@ def test_what_is_saved_goes_on_as_if_it_had_not_been() -> None:
 
 
 def test_a_state_of_before_the_first_update_can_be_saved() -> None:
-    """Momentum of zeros makes the first update that none makes; saving it changes nothing."""
+    """A momentum of zeros makes the same first update as none. Saving it changes nothing."""
     group, resumed = model(3.0), model(3.0)
     outer, again = OuterModel([group], DILOCO), OuterModel([resumed], DILOCO)
     again.load_state_dict(outer.state_dict())
@@ -320,7 +337,7 @@ def test_a_state_of_before_the_first_update_can_be_saved() -> None:
 
 
 def test_without_momentum_there_is_no_state_to_save() -> None:
-    """Nor one that a checkpoint could be said to lack."""
+    """A checkpoint cannot lack a state that does not exist."""
     assert OuterModel([model(1.0)], DILOCO).has_state
     local_sgd = OuterModel([model(1.0)], LOCAL_SGD)
     assert not local_sgd.has_state
@@ -328,7 +345,7 @@ def test_without_momentum_there_is_no_state_to_save() -> None:
 
 
 def test_names_are_those_of_the_model_without_wrappers() -> None:
-    """A run with other settings of compile and activation checkpointing can go on from it."""
+    """A run with other settings of compile and activation checkpointing can continue from it."""
     group = nn.Module()
     group.add_module("_orig_mod", nn.Module())
     group.get_submodule("_orig_mod").add_module("_checkpoint_wrapped_module", model(1.0))
@@ -365,8 +382,8 @@ class Training:
         self.outer.step()
 
 
-def test_moments_that_are_not_finite_are_begun_anew(tiny: Any) -> None:
-    """They are the inner optimizer's; what the groups have alike stays."""
+def test_moments_that_are_not_finite_are_dropped(tiny: Any) -> None:
+    """They are the inner optimizer's. The state that is equal in all groups stays."""
     group = Training(tiny, 1)
     group.make_round()
     digest = group.state.digest()
@@ -382,7 +399,7 @@ def test_moments_that_are_not_finite_are_begun_anew(tiny: Any) -> None:
 
 
 def test_a_joiner_has_all_of_its_donor(tiny: Any) -> None:
-    """Also in the midst of a round: anchors, momentum and moments; what it has trained itself is gone."""
+    """Also during a round: anchors, momentum and moments. The joiner's own training is gone."""
     donor, joiner = Training(tiny, 1), Training(tiny, 2)
     donor.make_round()
     digest = donor.state.digest()
@@ -403,8 +420,11 @@ def test_a_joiner_has_all_of_its_donor(tiny: Any) -> None:
     assert joiner.state.digest() == donor.state.digest() != digest
 
 
-def test_the_digest_is_of_what_the_groups_agree_on(tiny: Any) -> None:
-    """Anchors, outer momentum, outer LR and what is frozen count; weights and moments of a group's own do not."""
+def test_the_digest_covers_the_state_on_which_the_groups_agree(tiny: Any) -> None:
+    """Anchors, outer momentum, outer LR and frozen parameters count.
+
+    A group's own weights and moments do not.
+    """
     group, other = Training(tiny, 1), Training(tiny, 1)
     group.make_round()
     digest = group.state.digest()
@@ -456,8 +476,8 @@ def _moments(group: Training) -> list[list[Any]]:
 
 @pytest.mark.parametrize("begin", [1, 3, 7])
 @pytest.mark.parametrize("end", [0, 1, 5])
-def test_the_schedule_stands_where_it_is_told_to(tiny: Any, begin: int, end: int) -> None:
-    """Ahead or back, however many steps this group has made: as after `end` steps of a run that was never disturbed."""
+def test_the_schedule_is_set_to_a_step(tiny: Any, begin: int, end: int) -> None:
+    """Forward or back, after any number of own steps: as after `end` steps of an undisturbed run."""
     training, straight = tiny(1), tiny(1)
     training.train(begin)
     straight.train(end)

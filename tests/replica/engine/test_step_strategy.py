@@ -15,7 +15,10 @@ from titan_ft.engine.work import Work
 
 
 def test_an_update_is_clipped_stepped_and_counted() -> None:
-    """In this order, at the LR of the groups that took part; a save in the background has copied the weights before."""
+    """In this order, at the LR for the groups that took part.
+
+    A background save has copied the weights before.
+    """
     done: list[Any] = []
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -48,7 +51,9 @@ def test_an_update_is_clipped_stepped_and_counted() -> None:
 
 
 def test_a_step_that_is_discarded_leaves_no_batches() -> None:
-    """The batches stay in the feed: another group has read them as well, or this one reads them again."""
+    """The batches stay in the feed: another group has read them as well, or this one reads them
+    again.
+    """
     cleared: list[bool] = []
     strategy = StepStrategy.__new__(StepStrategy)
     readings: list[Any] = ["a batch"]
@@ -61,7 +66,7 @@ def test_a_step_that_is_discarded_leaves_no_batches() -> None:
 
 
 def test_a_group_that_leaves_names_no_batches_of_a_step() -> None:
-    """A step is one batch of each group, which another one reads; only rounds of several name theirs."""
+    """Another group reads the one batch of a step. Only rounds of several steps name theirs."""
     strategy = StepStrategy.__new__(StepStrategy)
     assert strategy.describe_departure() == Departure("SIGTERM", in_order=True)
     assert strategy.find_uncommitted() == []

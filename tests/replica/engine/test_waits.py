@@ -47,8 +47,11 @@ def waits(
     return [(slot, why, pytest.approx(seconds)) for slot, why, seconds in found]
 
 
-def test_the_last_one_is_waited_for() -> None:
-    """By as much as it came later than this group; nobody is where this group came last."""
+def test_the_wait_is_for_the_last_group() -> None:
+    """For the time that it came later than this group.
+
+    If this group came last, there is no wait.
+    """
     assert waits(row(0, 1.0), row(1, 1.5), row(2, 3.0, activity=Why.LOADING)) == [
         (2, Why.LOADING, 2.0),
     ]
@@ -56,8 +59,8 @@ def test_the_last_one_is_waited_for() -> None:
     assert waits(row(0, 3.0)) == []
 
 
-def test_a_joiner_is_charged_with_what_it_came_later_than_all_others() -> None:
-    """Without it the exchange would not have been over sooner than the slowest group that trains."""
+def test_a_joiner_is_charged_for_the_time_after_all_others() -> None:
+    """Without the joiner, the exchange would have waited for the slowest training group."""
     joiner = row(1, 3.0, activity=Why.CATCHING_UP)
     assert waits(row(0, 1.0), joiner, row(2, 2.5)) == [
         (2, Why.COMPUTING, 1.5),
@@ -66,8 +69,11 @@ def test_a_joiner_is_charged_with_what_it_came_later_than_all_others() -> None:
     assert waits(row(0, 1.0), joiner, row(2, 4.0)) == [(2, Why.COMPUTING, 3.0)]
 
 
-def test_the_wait_for_the_quorum_is_for_who_asked_last() -> None:
-    """This group's part was there two seconds before the answer; the last one to ask did so half a second before it."""
+def test_the_wait_for_the_quorum_is_for_the_last_request() -> None:
+    """This group was ready two seconds before the answer.
+
+    The last request came half a second before it.
+    """
     early, late = (
         row(0, 0.0, asked_before_seconds=4.0),
         row(1, 0.0, asked_before_seconds=0.5, activity=Why.BETWEEN_STEPS),
@@ -81,15 +87,15 @@ def test_the_wait_for_the_quorum_is_for_who_asked_last() -> None:
     assert waits(late, early, began=-2.0) == [], "it asked last: it has waited for nobody"
 
 
-def test_what_all_take_to_connect_at_the_start_is_a_wait_for_nobody() -> None:
-    """Only by what it took longer, as over a link that was cut."""
+def test_connecting_at_the_start_is_charged_to_nobody() -> None:
+    """Only a group that connects longer is charged, for instance over a link that was cut."""
     own, other, slow = (row(slot, came, connecting=True) for slot, came in ((0, 0.5), (1, 0.5), (1, 2.0)))
     assert waits(own, other, began=-1.0, connected=0.5) == []
     assert waits(own, slow, began=-1.0, connected=0.5) == [(1, Why.CONNECTING, 1.5)]
 
 
-def test_what_all_take_to_connect_is_a_wait_for_those_that_came_or_went() -> None:
-    """From the answer on, or from when this group was ready, if that was later."""
+def test_connecting_is_charged_to_joiners_and_lost_groups() -> None:
+    """From the answer on, or from the moment when this group was ready."""
     own, other = row(0, 5.0, connecting=True), row(1, 5.0, connecting=True)
     joiner = row(2, 5.5, connecting=True, activity=Why.CATCHING_UP)
     assert waits(own, other, joiner, began=-1.0, connected=5.0) == [
@@ -108,7 +114,7 @@ def test_what_all_take_to_connect_is_a_wait_for_those_that_came_or_went() -> Non
 
 
 def test_a_joiner_that_asks_while_the_lighthouse_waits_for_a_lost_group_is_not_waited_for() -> None:
-    """Its former process, for instance: its heartbeats have yet to be missed."""
+    """It may be the new process of the lost group, whose last heartbeat is not old enough yet."""
     own, joiner = (
         row(0, 0.0, asked_before_seconds=1.0),
         row(1, 0.0, asked_before_seconds=0.2, activity=Why.CATCHING_UP),
@@ -117,8 +123,8 @@ def test_a_joiner_that_asks_while_the_lighthouse_waits_for_a_lost_group_is_not_w
     assert waits(own, joiner, began=-1.0, gone=[(1, Why.LOST)]) == [(1, Why.LOST, 1.0)]
 
 
-def test_what_is_waited_before_the_own_request_belongs_to_the_exchange_before() -> None:
-    """Gradients that are exchanged once more were there long ago."""
+def test_time_before_the_own_request_belongs_to_the_exchange_before() -> None:
+    """Gradients that are exchanged once more were ready long ago."""
     assert waits(
         row(0, 0.0, asked_before_seconds=1.0),
         row(1, 0.2, asked_before_seconds=1.0),
@@ -137,7 +143,10 @@ def take(log: WaitLog) -> list[tuple[int, float, str]]:
 
 
 def test_the_waits_of_all_exchanges_of_an_update_are_added_up() -> None:
-    """The longest first; those that are too short to matter are left out; the next update begins with none."""
+    """The longest comes first, and very short ones are left out.
+
+    The next update starts with none.
+    """
     log = WaitLog()
     make(log, 11.0, row(0, 1.0), row(1, 1.5), row(2, 0.5))
     make(log, 20.0, row(0, 0.0), row(1, 0.2), row(2, 0.9), answered=20.0)
@@ -147,8 +156,8 @@ def test_the_waits_of_all_exchanges_of_an_update_are_added_up() -> None:
 
 
 @pytest.mark.parametrize(("left", "why"), [([], "lost"), ([2], "left")])
-def test_an_exchange_that_broke_was_a_wait_for_who_is_gone(left: list[int], why: str) -> None:
-    """Only the next one that works tells who that is: the others come back to it."""
+def test_a_broken_exchange_is_charged_to_the_groups_that_are_gone(left: list[int], why: str) -> None:
+    """The next exchange that works shows which groups these are."""
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.0), row(2, 0.0))
     log.start_wait(12.0)
@@ -170,7 +179,7 @@ def test_an_exchange_that_broke_was_a_wait_for_who_is_gone(left: list[int], why:
 
 
 def test_a_group_that_was_restarted_meanwhile_was_lost_too() -> None:
-    """Another process of it is in the next exchange: it does not wait for itself."""
+    """Its new process is in the next exchange. The former process is charged."""
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.0))
     log.start_wait(11.0)
@@ -181,8 +190,8 @@ def test_a_group_that_was_restarted_meanwhile_was_lost_too() -> None:
     assert take(log) == [(1, 0.5, "lost"), (1, 0.25, "catching_up")]
 
 
-def test_an_update_that_is_held_back_waits_for_whom_it_needs() -> None:
-    """All of the time until the next exchange, whoever came last to the one before."""
+def test_an_update_that_is_held_back_waits_for_the_groups_it_needs() -> None:
+    """For all of the time until the next exchange, whichever group came last to the one before."""
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.05))
     log.note_held_back([2, 3], Why.TOO_FEW)

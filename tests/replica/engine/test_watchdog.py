@@ -44,8 +44,11 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def test_a_hang_is_explained_told_and_ended(start: Start) -> None:
-    """A training thread that waits for ever: all stacks and the field are in the log, the event is told, status 1."""
+def test_a_hang_is_explained_reported_and_ended(start: Start) -> None:
+    """A training thread waits for ever.
+
+    All stacks and the field are in the log, the event is emitted, status 1.
+    """
     process = start("""
 def stuck_in_a_lock(): threading.Lock().__enter__(); lock = threading.Lock(); lock.acquire(); lock.acquire()
 def another_thread(): time.sleep(1000)
@@ -62,7 +65,7 @@ stuck_in_a_lock()
 
 
 def test_last_words_come_in_their_order(start: Start) -> None:
-    """What ends the process, as the last of them may, does not cut off those before it."""
+    """The last ones may end the process, and must not cut off those before them."""
     process = start(
         """
 import os
@@ -76,7 +79,7 @@ end_process(3, lambda: (time.sleep(0.3), say("first")), lambda: say("second"), l
 
 
 def test_last_words_that_fail_do_not_hold_up_the_end(start: Start) -> None:
-    """Nor do they cut off the others: nobody reads the pipe of stderr, which is full."""
+    """They do not cut off the others either. Nobody reads the pipe of stderr, which is full."""
     receive, send = os.pipe()
     process = start(
         """
@@ -103,7 +106,7 @@ watchdog.end_process(3, lambda: 1 / 0, lambda: say("second"))
 
 @pytest.mark.slow
 def test_nothing_holds_up_the_end(start: Start) -> None:
-    """The process ends although the callback blocks, and nobody reads the pipe of its stderr, which is full."""
+    """The process ends although the callback blocks, and nobody reads the full pipe of its stderr."""
     receive, send = os.pipe()
     process = start(
         """
@@ -129,7 +132,10 @@ os.write(2, b"stuck")
 
 
 def test_a_call_that_keeps_the_gil_is_ended(start: Start) -> None:
-    """No Python thread runs any more; the stacks are in the log all the same, and the process ends."""
+    """No Python thread runs any more.
+
+    The stacks are in the log nevertheless, and the process ends.
+    """
     process = start("""
 import ctypes
 watchdog = Watchdog(0.5, told)
@@ -143,7 +149,10 @@ keeps_the_gil()
 
 @pytest.mark.slow
 def test_beats_and_pauses_keep_it_alive(start: Start) -> None:
-    """Slow progress is no hang, nor is a long pause, nested ones included; after it the full time counts again."""
+    """Slow progress is no hang.
+
+    A long or nested pause is none either, and after it the full time counts again.
+    """
     process = start("""
 watchdog = Watchdog(1.5, told)
 for _ in range(6):
@@ -160,7 +169,7 @@ time.sleep(1000)
 
 
 def test_a_pause_does_not_count(start: Start) -> None:
-    """What others decide about may take as long as it likes."""
+    """A wait for other groups may take any time."""
     process = start("""
 watchdog = Watchdog(0.5, told)
 with watchdog.paused():
@@ -173,7 +182,7 @@ say("alive")
 
 
 def test_off_or_closed_it_never_ends_anything(start: Start) -> None:
-    """Zero seconds turn it off, and a closed one has no timer left either."""
+    """Zero seconds turn it off. A closed one has no timer left either."""
     process = start("Watchdog(0, told); w = Watchdog(0.2, told); w.close(); w.close(); time.sleep(0.5); say('alive')")
     output, errors = process.communicate(timeout=DEADLINE)
     assert (process.returncode, output, errors) == (0, "alive\n", "")
@@ -181,7 +190,7 @@ def test_off_or_closed_it_never_ends_anything(start: Start) -> None:
 
 @pytest.mark.slow
 def test_time_in_which_the_process_was_stopped_does_not_count(start: Start) -> None:
-    """A process that is stopped for longer than the timeout and continued is not taken for hung."""
+    """A process that was stopped for longer than the timeout and continued does not count as hung."""
     process = start("""
 watchdog = Watchdog(3.0, told)
 threading.Thread(target=lambda: [(time.sleep(0.2), say("tick")) for _ in range(1000)], daemon=True).start()

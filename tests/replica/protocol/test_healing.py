@@ -87,8 +87,8 @@ def test_the_way_in() -> None:
         lambda: Healing(Phase.READY).fail(),
     ],
 )
-def test_what_is_no_transition(transition: Callable[[], Healing]) -> None:
-    """No phase is left out: nothing is the job's state that is not fetched, confirmed, loaded and replayed."""
+def test_transitions_that_are_refused(transition: Callable[[], Healing]) -> None:
+    """No phase is skipped: the job's state is fetched, confirmed, loaded and replayed."""
     with pytest.raises(AssertionError):
         transition()
 
@@ -103,8 +103,8 @@ def test_what_is_no_transition(transition: Callable[[], Healing]) -> None:
         (False, True, 0, False),
     ],
 )
-def test_what_a_ready_group_has(confirmed: bool, loaded: bool, queued: int, may: bool) -> None:
-    """A confirmed and loaded state, with one update to apply at most: that which the holders apply now."""
+def test_a_ready_group_has_a_confirmed_state(confirmed: bool, loaded: bool, queued: int, may: bool) -> None:
+    """It is loaded, with at most one update left, which the holders apply now."""
     healing = replace(replaying(queued), digest=DIGEST if confirmed else 0, is_loaded=loaded)
     assert healing.may_finish is may
 
@@ -123,28 +123,31 @@ def test_a_round_with_all_digests_confirms_the_state() -> None:
     ("step", "lineage", "digest"), [(6, LINEAGE, DIGEST), (FROM_STEP, 99, DIGEST), (FROM_STEP, LINEAGE, 0)]
 )
 def test_a_state_that_no_round_confirms_is_void(step: int, lineage: int, digest: int) -> None:
-    """The holders have another one, or not all of them have shown theirs: no donor is at fault."""
+    """The holders have another state, or not all of them have shown a digest.
+
+    No donor is at fault.
+    """
     with pytest.raises(OutdatedError):
         fetching().confirm(step, lineage, digest, 0)
 
 
 def test_bytes_that_the_holders_do_not_show_are_void() -> None:
-    """That is no matter of time: some donor gave them."""
+    """A donor served them: this is a failure."""
     with pytest.raises(VoidError) as caught:
         fetching().note_fetched().load().confirm(FROM_STEP, LINEAGE, DIGEST, DIGEST + 1)
     assert not isinstance(caught.value, OutdatedError)
 
 
 def test_a_confirmed_state_is_void_when_the_holders_have_a_later_one() -> None:
-    """One that the queue does not lead to."""
+    """A state that the queue does not lead to."""
     healing = replaying(2)
     assert healing.confirm(FROM_STEP + 2, LINEAGE, 0, 0) is healing
     with pytest.raises(OutdatedError, match="have made an update since"):
         healing.confirm(FROM_STEP + 3, LINEAGE, 0, 0)
 
 
-def test_who_fetches_nothing_has_nothing_to_compare() -> None:
-    """A round says nothing to a group that asks."""
+def test_a_group_that_asks_has_nothing_to_compare() -> None:
+    """A round changes nothing for it."""
     assert asking().confirm(9, 9, 9, 9) == asking()
 
 
@@ -152,7 +155,7 @@ def test_who_fetches_nothing_has_nothing_to_compare() -> None:
 
 
 def test_updates_queue_in_order() -> None:
-    """Each is made on the one before; the first one on the fetched state."""
+    """Each update continues the one before, and the first one the fetched state."""
     healing = fetching().queue(6, LINEAGE, 101).queue(7, 101, 102)
     assert (healing.queued, healing.target_step, healing.is_full) == ((101, 102), 7, False)
     assert healing.queue(8, 102, 103).queue(9, 103, 104).is_full
@@ -167,21 +170,21 @@ def test_updates_queue_in_order() -> None:
     ],
 )
 def test_an_update_that_does_not_follow_is_void(step: int, base: int) -> None:
-    """What would be replayed would make bytes that nobody else has."""
+    """A replay would make bytes that no other group has."""
     with pytest.raises(OutdatedError, match=f"missed an update before update {step}"):
         fetching().queue(6, LINEAGE, 101).queue(7, 101, 102).queue(step, base, 1)
 
 
 @pytest.mark.parametrize(("step", "base"), [(7, 101), (6, 99)])
 def test_the_first_update_follows_the_fetched_state(step: int, base: int) -> None:
-    """Also when the state is there."""
+    """Also after the fetch."""
     for healing in (fetching(), replaying()):
         with pytest.raises(OutdatedError):
             healing.queue(step, base, 1)
 
 
-def test_an_update_that_nobody_else_committed_is_replaced() -> None:
-    """The others made it again; what was built on it is void."""
+def test_an_update_that_no_other_group_committed_is_replaced() -> None:
+    """The others made it again. Updates queued after it are void."""
     healing = fetching().queue(6, LINEAGE, 101).queue(7, 101, 102).queue(8, 102, 103)
     again = healing.queue(7, 101, 202)
     assert (again.queued, again.target_step) == ((101, 202), 7)
@@ -197,8 +200,8 @@ def test_a_replayed_update_cannot_be_replaced() -> None:
         healing.queue(7, 101, 202)
 
 
-def test_who_waits_is_let_go() -> None:
-    """With the state, or with the last update that is left to replay."""
+def test_waiting_groups_go_on() -> None:
+    """When the state is there, or when one update is left to replay."""
     assert fetching().let_others_wait().others_wait
     assert not fetching().let_others_wait().note_fetched().others_wait
     assert not replaying(2).let_others_wait().let_others_go_on().others_wait
@@ -208,7 +211,7 @@ def test_who_waits_is_let_go() -> None:
 
 
 def test_an_outdated_state_counts_as_no_failure() -> None:
-    """All donors may give the next one, at once."""
+    """All donors may serve the next one at once."""
     healing = fetching().queue(6, LINEAGE, 101).lapse()
     assert (healing.phase, healing.failures, healing.pause_seconds) == (Phase.ASKING, 0, 0.0)
     assert (healing.queued, healing.from_step, healing.digest, healing.donor) == ((), 0, 0, -1)
@@ -217,14 +220,14 @@ def test_an_outdated_state_counts_as_no_failure() -> None:
 
 
 def test_a_state_is_renewed_once() -> None:
-    """The heal remembers that, over further failures."""
+    """The heal remembers this over later failures."""
     assert fetching().renew().is_renewed
     assert fetching().renew().take(OFFER, 8).fail().is_renewed
     assert not fetching().fail().is_renewed
 
 
-def test_after_a_failure_one_donor_gives_and_then_the_next() -> None:
-    """If several gave wrong bytes together nobody could say which one did."""
+def test_after_a_failure_one_donor_serves_and_then_the_next() -> None:
+    """If several donors served wrong bytes together, nothing would show which one did."""
     healing, named = fetching(), []
     for _ in range(4):
         healing = healing.fail().take(OFFER, 8)
@@ -233,7 +236,7 @@ def test_after_a_failure_one_donor_gives_and_then_the_next() -> None:
 
 
 def test_pauses_between_attempts_double_in_seconds() -> None:
-    """Each attempt costs its donors a copy. The first repetition begins at once."""
+    """Each attempt costs its donors a copy. The second one follows at once."""
     healing, pauses = fetching(), []
     for _ in range(10):
         healing = healing.fail()
@@ -243,14 +246,14 @@ def test_pauses_between_attempts_double_in_seconds() -> None:
 
 
 @pytest.mark.parametrize(("most", "donors"), [(1, (3,)), (2, (3, 0)), (8, (3, 0, 1))])
-def test_as_many_give_a_part_as_may(most: int, donors: tuple[int, ...]) -> None:
-    """Each joiner begins with the first slot above its own, so that joiners are spread over the donors."""
+def test_as_many_donors_serve_a_part_as_allowed(most: int, donors: tuple[int, ...]) -> None:
+    """Each joiner begins with the first slot above its own, so joiners are spread over the donors."""
     assert asking().take(OFFER, most).donors == donors
     assert asking(last_donor=0).take(OFFER, 1).donors == (1,)
 
 
 def test_another_donor_is_named_when_the_named_one_is_gone() -> None:
-    """And the next attempt begins after that one."""
+    """The next attempt begins after that donor."""
     healing = fetching().rename_donor(1)
     assert (healing.donor, healing.donors) == (1, (1, 3, 0))
     assert healing.fail().take(OFFER, 8).donors == (3,)
@@ -260,7 +263,7 @@ def test_another_donor_is_named_when_the_named_one_is_gone() -> None:
 
 
 def test_the_state_that_most_offer_is_chosen() -> None:
-    """Of equally many the later one; with all that offer it."""
+    """Of equally many, the later one, with all groups that offer it."""
     offers = [Offer((0,), 5, 1, 0), Offer((1,), 6, 2, 0, 40), Offer((2,), 6, 2, 0), Offer((3,), 7, 3, 0)]
     assert choose_offer(offers) == Offer((1, 2), 6, 2, 0, 40)
     assert choose_offer([offers[0], offers[3]]).step == 7
@@ -268,7 +271,7 @@ def test_the_state_that_most_offer_is_chosen() -> None:
 
 
 def test_slots_go_around() -> None:
-    """From the first one above."""
+    """Beginning with the first slot above the given one."""
     assert rotate([3, 0, 1], after=0) == (1, 3, 0)
     assert rotate([3, 0, 1], after=3) == (0, 1, 3)
     assert rotate([], after=3) == ()
@@ -279,10 +282,9 @@ def test_slots_go_around() -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_no_order_of_events_makes_another_state_the_jobs(seed: int) -> None:
-    """Holders commit, make updates again, and rounds break; transfers fail or bring wrong bytes; donors die.
-
-    Whatever comes: a group that is ready holds the holders' bytes, its queue is bounded while nobody waits, and every
-    update after the fetched state is in the replay once and in order.
+    """Holders commit and repeat updates, rounds break, transfers fail or bring wrong bytes, donors
+    die. In any order: a ready group holds the holders' bytes, its queue is bounded while no group
+    waits, and the replay has every update after the fetched state once and in order.
     """
     draw = random.Random(seed)
     history = [1000]  # the holders' lineage after each update

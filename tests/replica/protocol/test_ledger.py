@@ -26,7 +26,7 @@ def entry(slot: int, first_batch: int, num_batches: int = 2, state: bytes = b"\0
     ],
 )
 def test_entries_survive_the_wire(entries: list[Entry]) -> None:
-    """Whatever bytes a loader's state holds comes back; nothing is sent for nothing."""
+    """A loader's state comes back with any bytes. No entries take no bytes."""
     data = encode(entries)
     assert decode(data) == entries
     assert bool(data) == bool(entries)
@@ -38,7 +38,7 @@ def processes(*slots: int) -> list[GroupProcess]:
 
 
 def test_a_commit_moves_its_slots_only() -> None:
-    """Slots whose data was not in the update stay where they are."""
+    """Slots without data in the update stay where they are."""
     ledger = Ledger(3)
     ledger.advance([entry(0, 0), entry(2, 0, 1, b"two")], readers=processes(0, 2))
     ledger.advance([entry(0, 2, 3, b"later")], readers=processes(0))
@@ -49,7 +49,7 @@ def test_a_commit_moves_its_slots_only() -> None:
 
 @pytest.mark.parametrize("first_batch", [0, 3])
 def test_a_repeated_or_skipped_batch_is_an_error(first_batch: int) -> None:
-    """What a commit is made of goes on exactly where the ledger ends."""
+    """The batches of a commit must continue exactly where the ledger ends."""
     ledger = Ledger(1)
     ledger.advance([entry(0, 0)], readers=processes(0))
     with pytest.raises(ValueError, match="slot 0 is trained up to batch 2"):
@@ -57,7 +57,7 @@ def test_a_repeated_or_skipped_batch_is_an_error(first_batch: int) -> None:
 
 
 def test_it_heals_to_a_joiner_as_json() -> None:
-    """A joiner's ledger is the donor's after a trip through a snapshot's header."""
+    """A joiner's ledger equals the donor's after a trip through a snapshot's header."""
     ledger, joiner = Ledger(3), Ledger(3)
     ledger.advance([entry(0, 0), entry(2, 0)], readers=processes(0, 2))
     joiner.advance([entry(1, 0)], readers=processes(1))  # what it holds itself is void
@@ -68,7 +68,9 @@ def test_it_heals_to_a_joiner_as_json() -> None:
 
 
 def test_shards_carry_over_to_another_split_into_groups() -> None:
-    """Two groups of two data ranks go on where four groups of one stopped: the shards of the job are the same."""
+    """Two groups of two data ranks continue where four groups of one stopped: the job has the same
+    shards.
+    """
     before = Ledger(4)
     before.advance([entry(slot, 0, slot + 1, bytes([slot])) for slot in range(4)], readers=processes(0, 1, 2, 3))
     saved = before.shards()
@@ -91,14 +93,17 @@ def test_a_shard_that_was_not_begun_stays_so() -> None:
 
 
 def test_absent_slots_are_dealt_out_evenly() -> None:
-    """Everybody is served in turn, in the same order everywhere, and nobody is left out of the answer."""
+    """Each reader in turn, in the same order everywhere.
+
+    Readers without a share are in the answer, too.
+    """
     assert share_out([5, 1, 3, 4], [0, 2, 6]) == {0: [1, 5], 2: [3], 6: [4]}
     assert share_out([], [0, 2]) == {0: [], 2: []}
     assert share_out([1], []) == {}, "nobody has made an update yet"
 
 
 def test_readers_that_are_gone_leave_their_shares_to_the_others() -> None:
-    """What each trains is known from the last update; whoever goes meanwhile, also behind a first one that went."""
+    """The last update gives the shares. Groups may be lost one after the other."""
     ledger = Ledger(6)
     ledger.advance([], readers=processes(0, 2, 3, 5))
     shares = ledger.shares()

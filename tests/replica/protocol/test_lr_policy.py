@@ -13,7 +13,7 @@ from titan_ft.protocol.lr_policy import lr_factor, scaled_lr
 
 @pytest.mark.parametrize(("policy", "factor"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25)])
 def test_factor(policy: str, factor: float) -> None:
-    """A quarter of the batch; and with all of it no policy changes anything."""
+    """For a quarter of the batch. With all of it, no policy changes anything."""
     assert lr_factor(policy, 0.25) == factor
     assert lr_factor(policy, 1.0) == 1.0
     assert policy in CHOICES["lr_policy"]
@@ -21,7 +21,10 @@ def test_factor(policy: str, factor: float) -> None:
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_the_rate_is_back_after_the_update(rate: float | torch.Tensor) -> None:
-    """The update uses the scaled LR, to the bit; what the scheduler set is there again, the very same object."""
+    """The update uses the scaled LR, to the bit.
+
+    Afterwards the scheduler's own object is there again.
+    """
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=rate)
     parameter.grad = torch.ones(3)

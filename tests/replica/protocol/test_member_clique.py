@@ -62,7 +62,9 @@ def networks(draw: st.DrawFn) -> tuple[list[int], set[Link]]:
 
 @given(networks())
 def test_the_best_subset_goes_on(network: tuple[list[int], set[Link]]) -> None:
-    """Most holders of the state, then most groups, then most of the latest state, then the lower slots."""
+    """Most holders of the state, then most groups, then most of the latest state, then the lowest
+    slots.
+    """
     steps, dead = network
     members = members_with(steps, dead)
     admission = admit(members[0], [member.replica_id for member in members])
@@ -71,8 +73,11 @@ def test_the_best_subset_goes_on(network: tuple[list[int], set[Link]]) -> None:
 
 
 @given(networks(), st.randoms(use_true_random=False))
-def test_everybody_finds_the_same(network: tuple[list[int], set[Link]], random: object) -> None:
-    """In whatever order the reply names them, all of them come to the same members, and know whom they cannot reach."""
+def test_all_groups_find_the_same_members(network: tuple[list[int], set[Link]], random: object) -> None:
+    """For any order of the names in the reply.
+
+    Each group also knows the ones that it cannot reach.
+    """
     steps, dead = network
     members = members_with(steps, dead)
     names = [member.replica_id for member in members]
@@ -88,8 +93,12 @@ def test_everybody_finds_the_same(network: tuple[list[int], set[Link]], random: 
 
 
 @given(networks(), st.data())
-def test_nobody_decides_before_both_ends_have_told(network: tuple[list[int], set[Link]], data: st.DataObject) -> None:
-    """As long as one that is said to be cut off has not told what it holds, all are members and no exchange is made."""
+def test_no_group_decides_before_both_ends_have_reported(
+    network: tuple[list[int], set[Link]], data: st.DataObject
+) -> None:
+    """Until a group that is cut off has reported its step, all groups are members and make no
+    exchange.
+    """
     steps, dead = network
     if not dead:
         return
@@ -105,7 +114,10 @@ def test_nobody_decides_before_both_ends_have_told(network: tuple[list[int], set
 
 
 def test_one_step_ahead_does_not_halt_the_others() -> None:
-    """Group 0 alone has completed the exchange that broke for 1 and 2: these two go on; but the only two go by it."""
+    """Group 0 alone has completed the exchange that broke for 1 and 2.
+
+    These two go on. Of only two groups, the one ahead does.
+    """
     assert brute_force([100, 99, 99], {(0, 1), (0, 2)}) == [1, 2]
     assert brute_force([99, 100], {(0, 1)}) == [1]
     for steps, dead in (([100, 99, 99], {(0, 1), (0, 2)}), ([99, 100], {(0, 1)})):
@@ -114,7 +126,7 @@ def test_one_step_ahead_does_not_halt_the_others() -> None:
 
 
 def test_a_group_that_comes_back_is_not_meant_by_old_reports() -> None:
-    """Under its fresh name nobody's report counts against it, and its own is forgotten."""
+    """Reports of its old name do not count against the new one, and its own report is dropped."""
     members = members_with([5, 5], {(0, 1)})
     back = members[1].renamed("ffffffff-process")
     both = (members[0], back)
@@ -123,7 +135,7 @@ def test_a_group_that_comes_back_is_not_meant_by_old_reports() -> None:
 
 
 def test_a_report_survives_its_name() -> None:
-    """Step and processes come back from the replica id, and sort with it by slot."""
+    """Step and processes come back from the name, and names still sort by slot."""
     member = members_with([5, 6, 7], {(0, 1), (0, 2)})[0]
     assert member.report == LostLinks(5, ("00000001", "00000002"))
     assert Member.parse(member.replica_id, member.token) == member
@@ -132,7 +144,7 @@ def test_a_report_survives_its_name() -> None:
 
 @pytest.mark.parametrize("said", ["x", "1:", "1:5", "1:x:a", "1:5:a:b", "01", "-1:"])
 def test_a_report_that_is_none(said: str) -> None:
-    """What is no report makes a foreign name, never a crash."""
+    """A malformed report makes a foreign name, and no crash."""
     text = Member(3, 1.0, "u", "c", "j", "h:1").replica_id.rpartition("/")[0]
     assert text.endswith("/0")
     text = text[:-1] + said
@@ -141,7 +153,7 @@ def test_a_report_that_is_none(said: str) -> None:
 
 
 def test_networkx_costs_nothing_until_a_link_is_dead() -> None:
-    """Its import takes a tenth of a second of each start, for what nearly no run ever needs."""
+    """Its import takes a tenth of a second at each start, and hardly any run needs it."""
     code = (
         "import sys; from titan_ft.protocol.member import Member, admit; own = Member(0, 1.0, 'u', 'c');"
         "admit(own, [own.replica_id]); assert 'networkx' not in sys.modules"
@@ -149,8 +161,10 @@ def test_networkx_costs_nothing_until_a_link_is_dead() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_report_keeps_who_reports_this_group() -> None:
-    """Three groups that have lost each other for a moment would else take turns in dropping one, and never settle."""
+def test_a_report_names_the_groups_that_report_this_one() -> None:
+    """Otherwise three groups that lost each other for a moment would take turns in dropping one,
+    without end.
+    """
     own, one, two = (Member(slot, 1.0 + slot, f"{slot:08x}-process", "config", "job") for slot in range(3))
     own, one, two = own.reporting(5, [one]), one.reporting(5, [own]), two.reporting(5, [own])
     this: Any = SimpleNamespace(

@@ -36,7 +36,7 @@ def row_of(made: RoundReport, quorum: Quorum = QUORUM, gave: bool = True, came: 
 
 
 def test_a_request_to_leave_that_comes_during_the_sums_is_in_the_row() -> None:
-    """Without this the group would have to make one more step before it may leave."""
+    """Otherwise the group would have to make one more step before it may leave."""
     leave = Request()
     made = report(leave=leave)
     leave.requested = True
@@ -45,7 +45,7 @@ def test_a_request_to_leave_that_comes_during_the_sums_is_in_the_row() -> None:
 
 @pytest.mark.parametrize(("newest", "standing"), [(8, Standing.READY), (9, Standing.BEHIND)])
 def test_a_quorum_with_more_updates_voids_the_claim(newest: int, standing: Standing) -> None:
-    """One update more may be of an exchange that broke for this group; two are not."""
+    """One update more may be of an exchange that broke for this group. Two are not."""
     row = row_of(report(), replace(QUORUM, max_step=newest), gave=standing is Standing.READY)
     assert (row.standing, row.training) == (standing, standing is Standing.READY)
     assert row.valid_tokens == (90 if standing is Standing.READY else 0)
@@ -54,7 +54,10 @@ def test_a_quorum_with_more_updates_voids_the_claim(newest: int, standing: Stand
 
 @pytest.mark.parametrize(("use", "gave"), [(GradientUse.GIVE, False), (GradientUse.LEAVE_OUT, False)])
 def test_tokens_are_reported_only_with_gradients(use: GradientUse, gave: bool) -> None:
-    """Tokens without gradients would make the mean too small. A group that rests keeps both for later."""
+    """Tokens without gradients would make the mean too small.
+
+    A group that holds its gradients back keeps both.
+    """
     values, message = report(use).complete(QUORUM, gave, 12.5)
     assert Row.decode(values, nonfinite=False).tokens == 0
     assert decode(message) == []
@@ -62,7 +65,7 @@ def test_tokens_are_reported_only_with_gradients(use: GradientUse, gave: bool) -
 
 
 def test_the_seconds_count_from_the_answer() -> None:
-    """The process group was the last to be there; a group that opens a round comes when it asks."""
+    """The process group was ready last. In an opening round, a group is ready when it asks."""
     row = row_of(report())
     assert (row.asked_before_seconds, row.ready_after_seconds, row.connecting) == (2.0, 1.0, 1)
     assert row_of(report(), came=14.0).ready_after_seconds == 2.0

@@ -13,8 +13,8 @@ def slots(changes: list[StragglerChange]) -> list[int]:
     return [change.slot for change in changes]
 
 
-def test_a_group_slow_for_long_enough_is_told_once() -> None:
-    """A group becomes a straggler at the last of `steps` slow steps, with its ratio to the others; only once."""
+def test_a_lasting_straggler_is_reported_once() -> None:
+    """At the last of `steps` slow steps, with its ratio to the others."""
     stragglers = Stragglers(factor=1.5, steps=3)
     slow = {0: 1.0, 1: 3.0, 2: 2.0}
     assert stragglers.observe(slow) == []
@@ -25,7 +25,7 @@ def test_a_group_slow_for_long_enough_is_told_once() -> None:
 
 
 def test_one_good_step_breaks_the_row() -> None:
-    """Slow steps count only in a row; exactly the factor is not slower than it."""
+    """Slow steps count only in a row. Exactly the factor is not slow."""
     stragglers = Stragglers(factor=1.5, steps=2)
     for own in (9.0, 1.5, 9.0, 1.0):
         assert stragglers.observe({0: 1.0, 1: own}) == []
@@ -34,7 +34,10 @@ def test_one_good_step_breaks_the_row() -> None:
 
 
 def test_a_straggler_recovers_after_as_many_good_steps() -> None:
-    """A single good step of a straggler is no news; `steps` of them in a row are, and then it can be told again."""
+    """A single good step changes nothing.
+
+    After `steps` of them in a row, it can be reported again.
+    """
     stragglers = Stragglers(factor=1.5, steps=2)
     slow, good = {0: 1.0, 1: 2.0}, {0: 1.0, 1: 1.0}
     told = [stragglers.observe(seconds) for seconds in (slow, slow, good, slow, good, good, slow, slow)]
@@ -43,7 +46,7 @@ def test_a_straggler_recovers_after_as_many_good_steps() -> None:
 
 
 def test_an_absent_group_starts_anew() -> None:
-    """A group that misses a step has no row of slow steps, and is no straggler when it is back."""
+    """A group that misses a step has no slow steps in a row, and is no straggler when it is back."""
     stragglers = Stragglers(factor=1.5, steps=2)
     slow, absent = {0: 1.0, 1: 1.0, 2: 2.0}, {0: 1.0, 1: 1.0}
     told = [slots(stragglers.observe(seconds)) for seconds in (slow, absent, slow, slow, absent, slow, slow)]
@@ -51,12 +54,12 @@ def test_an_absent_group_starts_anew() -> None:
 
 
 def test_one_slow_group_of_many_does_not_hide_another() -> None:
-    """Each group is measured by the others' median, which does not move with a single one of them."""
+    """Each group is compared with the others' median, which a single group does not move."""
     stragglers = Stragglers(factor=1.5, steps=1)
     assert slots(stragglers.observe({0: 1.0, 1: 1.0, 2: 1.1, 3: 2.0, 4: 50.0})) == [3, 4]
 
 
 @pytest.mark.parametrize("seconds", [{}, {3: 7.0}, {0: 0.0, 1: 5.0}])
-def test_nothing_to_compare_with_tells_nothing(seconds: dict[int, float]) -> None:
-    """A group alone, and times that a coarse clock shows as zero, make no straggler."""
+def test_without_a_comparison_there_is_no_straggler(seconds: dict[int, float]) -> None:
+    """A group is alone, or a coarse clock shows times of zero."""
     assert Stragglers(factor=1.5, steps=1).observe(seconds) == []

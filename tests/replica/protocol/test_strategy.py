@@ -16,13 +16,18 @@ PACKAGE = Path(__file__).parents[3] / "titan_ft"
 
 @pytest.mark.parametrize("room", ["protocol", "gradients", "membership"])
 def test_only_the_strategy_asks_for_the_method(room: str) -> None:
-    """A test of the method elsewhere hides its reason, and the next method would have to find all of them."""
+    """A check of the method elsewhere hides its reason, and a new method would have to find all of
+    them.
+    """
     asking = [path.name for path in (PACKAGE / room).glob("*.py") if ".semi_sync_method" in path.read_text()]
     assert asking == (["strategy.py"] if room == "protocol" else [])
 
 
 def test_a_method_makes_rounds() -> None:
-    """Of `sync_steps`, or of a part of them for each fragment; without a method an update is a step."""
+    """Of `sync_steps`, or of a part of them for each fragment.
+
+    Without a method, an update is a step.
+    """
     plain = strategy_of(FaultTolerance(sync_steps=8))
     assert (type(plain), plain.unit, plain.steps) == (EveryStep, "step", 1)
     for method, fragments, steps in (("local_sgd", 1, 8), ("diloco", 4, 2)):
@@ -31,7 +36,10 @@ def test_a_method_makes_rounds() -> None:
 
 
 def test_donors_of_a_joiner() -> None:
-    """As many as hold the state, or `heal_donors`. In rounds one: moments of two groups do not fit together."""
+    """All holders, or `heal_donors`.
+
+    In rounds only one: moments of two groups do not fit together.
+    """
     assert [strategy_of(FaultTolerance(heal_donors=most)).limit_donors(5) for most in (0, 2, 9)] == [5, 2, 5]
     rounds = strategy_of(FaultTolerance(semi_sync_method="diloco", heal_donors=4))
     assert [rounds.limit_donors(holders) for holders in (0, 1, 5)] == [0, 1, 1]
