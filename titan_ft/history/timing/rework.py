@@ -1,10 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rework: committed steps that were thrown away and made again, and why.
+"""Rework: committed steps that were thrown away and made again, and the reasons.
 
-A *setback* is a time at which training said that it goes on from an earlier step than the one that it had reached: a
-checkpoint is loaded, or the latest state is lost with its groups. A failure of all groups at once may cost that, but
-not again and again. Besides, a step is made twice where its exchange broke for some groups and not for all.
+At a *setback* training goes on from an earlier step than it had reached: a group loads a checkpoint,
+or the latest state is lost with its groups. One failure of all groups at once may cost that. Setback
+after setback without progress breaks promise 4 (`titan_ft.history.checks.work`).
+
+A step is also made twice if its exchange broke for some groups and not for all.
 """
 
 from __future__ import annotations
@@ -17,12 +19,19 @@ from typing import Any
 from titan_ft.history.fold.attempt import Attempt
 from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.history.record.run_record import RunRecord, view
-from titan_ft.run.events import CheckpointLoaded, LaunchStarted, RolledBack, StartedAnew, StepCommitted
+from titan_ft.run.events import (
+    CheckpointLoaded,
+    LaunchStarted,
+    RolledBack,
+    StartedAnew,
+    StepCommitted,
+)
 
 AGAIN_AND_AGAIN = 3
-"""A step that is made so often, and so many setbacks in a row that lead nowhere, are no accident any more."""
+"""So many makings of one step, or setbacks in a row without progress, are an offence."""
 CLOCK_SECONDS = 1.0
-"""By which the clocks of hosts may differ."""
+"""The clocks of two hosts may differ by this much."""
+_GoesBack = CheckpointLoaded | RolledBack | StartedAnew
 
 
 @dataclass(frozen=True)
@@ -30,17 +39,17 @@ class Setback:
     """A time at which training went back to an earlier step."""
 
     time: float
-    """Unix seconds of the first event that says so."""
+    """Unix seconds of the first event that announces it."""
     step: int
-    """That training went on from."""
+    """The step after which training went on."""
     reached: int
-    """That it had reached."""
+    """The step that training had reached."""
     again: tuple[int, ...]
-    """Steps from there that were committed again since then, up to the next setback."""
+    """The lost steps that were committed again before the next setback."""
     cause: str
-    """What had ended the groups, in words."""
+    """The ends of the groups, in words."""
     explained: bool
-    """Whether it was asked for or injected: by a new launch, by leaving in order, by a fault of a campaign."""
+    """True if somebody asked for it: by a new launch, by a request to leave, by an injected fault."""
 
     @property
     def num_lost(self) -> int:
@@ -49,175 +58,231 @@ class Setback:
 
 @dataclass(frozen=True)
 class Rework:
-    """The committed steps of a run that were thrown away, and how many of them were made again."""
+    """The committed steps of a run that were thrown away, and the number that was made again."""
 
     setbacks: tuple[Setback, ...] = ()
     parted: tuple[int, ...] = ()
-    """Steps that only a part of the groups had committed, so that the others made them without it."""
+    """Steps that only some groups had committed; the other groups made them without these."""
     unit: Unit = STEP
-    """What all of these count: steps, or rounds."""
+    """The unit of all these numbers: steps, or rounds."""
     offences: tuple[tuple[Setback, str], ...] = field(default=(), repr=False)
-    """What was made again and again for no reason that is known, and the setback at which it was too much."""
+    """The setbacks at which unexplained rework became too much, with the text of the offence."""
 
     @property
     def num_lost(self) -> int:
-        """Return how many committed steps setbacks threw away."""
+        """Number of committed steps that setbacks threw away."""
         return sum(setback.num_lost for setback in self.setbacks)
 
     @property
     def num_again(self) -> int:
-        """Return how many of them were made again; a step that was made three times counts twice."""
+        """Number of lost steps that were made again; a step that was made three times counts twice."""
         return sum(len(setback.again) for setback in self.setbacks)
 
     def describe(self) -> str:
-        """Say in a line how much was done again, and why; empty if nothing was."""
+        """Return a line about the rework and its reason; empty if there was none."""
         parts = []
         if self.setbacks:
-            first, lost, again = self.setbacks[0], self.num_lost, self.num_again
-            times = "" if len(self.setbacks) == 1 else f" {len(self.setbacks)} times, first"
-            what = self._were(lost)
-            what = f"{what} made again" if again == lost else f"{what} thrown away, {again} made again"
-            where = f"from {self.unit.noun} {first.reached} to {first.step}"
-            parts.append(f"{what}: training went back{times} {where} ({first.cause})")
+            parts.append(self._describe_setbacks())
         if self.parted:
-            parts.append(f"{self._were(len(self.parted))} made again that only some groups had committed")
+            steps = self._count_were(len(self.parted))
+            parts.append(f"{steps} made again that only some groups had committed")
         return "; ".join(parts)
 
-    def _were(self, number: int) -> str:
+    def _describe_setbacks(self) -> str:
+        first = self.setbacks[0]
+        steps = self._count_were(self.num_lost)
+        if self.num_again == self.num_lost:
+            text = f"{steps} made again"
+        else:
+            text = f"{steps} thrown away, {self.num_again} made again"
+        times = ""
+        if len(self.setbacks) > 1:
+            times = f" {len(self.setbacks)} times, first"
+        where = f"from {self.unit.noun} {first.reached} to {first.step}"
+        return f"{text}: training went back{times} {where} ({first.cause})"
+
+    def _count_were(self, number: int) -> str:
         return f"{self.unit.count(number)} {'was' if number == 1 else 'were'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
-        counts = {"num_lost": self.num_lost, "num_again": self.num_again, "text": self.describe()}
-        figures = asdict(self) | counts | {"unit": self.unit.noun}
+        """Return the rework as plain values for JSON."""
+        figures = asdict(self)
+        figures["num_lost"] = self.num_lost
+        figures["num_again"] = self.num_again
+        figures["text"] = self.describe()
+        figures["unit"] = self.unit.noun
         figures["offences"] = [text for _, text in self.offences]
         return figures
 
 
 @view
 def find_rework(record: RunRecord) -> Rework:
-    """Return what a run did again."""
-    setbacks = list(_find_setbacks(record))
-    covered = {
-        state.lineage
-        for setback in setbacks
-        for state in record.states.values()
-        if state.time <= setback.time and setback.step < state.step <= setback.reached
-    }
-    parted = sorted({record.states[lineage].step for lineage in record.void - covered} if record.states else ())
-    return Rework(tuple(setbacks), tuple(parted), record.unit, tuple(_find_offences(setbacks, record.unit.noun)))
+    """Return the rework of a run."""
+    setbacks = _find_setbacks(record)
+    lost_by_setbacks: set[str] = set()
+    for setback in setbacks:
+        for state in record.states.values():
+            is_undone = setback.step < state.step <= setback.reached
+            if is_undone and state.time <= setback.time:
+                lost_by_setbacks.add(state.lineage)
+    parted: set[int] = set()
+    if record.states:
+        parted = {record.states[lineage].step for lineage in record.void - lost_by_setbacks}
+    offences = _find_offences(setbacks, record.unit.noun)
+    return Rework(tuple(setbacks), tuple(sorted(parted)), record.unit, tuple(offences))
 
 
-def _find_setbacks(record: RunRecord) -> Iterator[Setback]:
-    """Yield the setbacks in order of time."""
-    restarts = record.of(CheckpointLoaded, RolledBack, StartedAnew)
-    if not restarts:
-        return
-    # Training may go back over steps that were not usual, and make them again as usual.
-    commits = [*record.commits, *record.firsts]
-    events: list[Any] = sorted([*restarts, *commits], key=lambda event: event.time)
-    opened: list[_SetbackDraft] = []
-    step, last_commit = 0, record.begin
+@dataclass
+class _SetbackDraft:
+    """A setback whose consequences are not known yet."""
+
+    time: float
+    step: int
+    reached: int
+    last_commit: float
+    """Time of the last commit before the setback."""
+    reported_by: set[int]
+    """The groups that announced it."""
+    made: dict[int, float] = field(default_factory=dict)
+    """Time of the first new commit of each step since the setback."""
+
+    def takes_report(self, event: _GoesBack, step: int) -> bool:
+        """Return whether an event of another group announces this setback; if so, note the group.
+
+        A group reports a setback once. A report long after the first new commit is about another
+        setback: only clocks that differ explain a short delay.
+        """
+        if step != self.step or event.replica in self.reported_by:
+            return False
+        first_commit = min(self.made.values(), default=event.time)
+        if event.time - first_commit > CLOCK_SECONDS:
+            return False
+        self.reported_by.add(event.replica)
+        return True
+
+
+def _find_setbacks(record: RunRecord) -> list[Setback]:
+    """Return the setbacks in order of time."""
+    found = []
+    time_before = 0.0
+    for draft in _draft_setbacks(record):
+        lost = [step for step in draft.made if draft.step < step <= draft.reached]
+        cause, explained = _explain(record, time_before, draft.last_commit, draft.time)
+        setback = Setback(draft.time, draft.step, draft.reached, tuple(sorted(lost)), cause, explained)
+        found.append(setback)
+        time_before = draft.time
+    return found
+
+
+def _draft_setbacks(record: RunRecord) -> list[_SetbackDraft]:
+    going_back = record.of(CheckpointLoaded, RolledBack, StartedAnew)
+    if not going_back:
+        return []
+    # Training may go back over steps that were not usual, and make them again as usual steps: the
+    # first commits of usual steps belong to the sequence.
+    events: list[Any] = [*going_back, *record.commits, *record.firsts]
+    events.sort(key=lambda event: event.time)
+    drafts: list[_SetbackDraft] = []
+    reached = 0
+    last_commit = record.begin
     known: set[str] = set()
     for event in events:
         if isinstance(event, StepCommitted):
             last_commit = event.time
             if event.lineage not in known:
                 known.add(event.lineage)
-                step = max(step, event.step)
-                for one in opened[-1:]:
-                    one.made.setdefault(event.step, event.time)
+                reached = max(reached, event.step)
+                if drafts:
+                    drafts[-1].made.setdefault(event.step, event.time)
             continue
-        after = _goes_on_from(event, record.unit)
-        if after < step and not event.rank and not (opened and opened[-1].is_told_by(event, after)):
-            opened.append(_SetbackDraft(event.time, after, step, last_commit, {event.replica}))
-            step = after
-    before = 0.0
-    for one in opened:
-        again = tuple(sorted(step for step in one.made if one.step < step <= one.reached))
-        yield Setback(one.time, one.step, one.reached, again, *_explain(record, before, one.last_commit, one.time))
-        before = one.time
+        step = _find_step_to_go_on(event, record.unit)
+        is_of_other_rank = bool(event.rank)
+        if step >= reached or is_of_other_rank:
+            continue
+        if drafts and drafts[-1].takes_report(event, step):
+            continue
+        drafts.append(_SetbackDraft(event.time, step, reached, last_commit, {event.replica}))
+        reached = step
+    return drafts
 
 
-def _goes_on_from(event: CheckpointLoaded | RolledBack | StartedAnew, unit: Unit) -> int:
-    """Return the step, or round, after which training goes on. A checkpoint's step is torchtitan's in any case."""
-    return unit.commits_after(event.step) if isinstance(event, CheckpointLoaded) else event.step
+def _find_step_to_go_on(event: _GoesBack, unit: Unit) -> int:
+    """Return the step (or round) after which training goes on.
+
+    The step of a checkpoint is always torchtitan's, also if the job counts rounds.
+    """
+    if isinstance(event, CheckpointLoaded):
+        return unit.commits_after(event.step)
+    return event.step
 
 
-@dataclass
-class _SetbackDraft:
-    """A setback of which it is still to be seen what followed."""
-
-    time: float
-    step: int
-    reached: int
-    last_commit: float
-    """Time of the last commit before."""
-    told_by: set[int]
-    made: dict[int, float] = field(default_factory=dict)
-    """When each step was committed anew since then, first."""
-
-    def is_told_by(self, event: Any, step: int) -> bool:
-        """Take in an event about it by another group, whose clock may be late; says whether it is one."""
-        late = event.time - min(self.made.values(), default=event.time) > CLOCK_SECONDS
-        if step != self.step or event.replica in self.told_by or late:
-            return False
-        self.told_by.add(event.replica)
-        return True
-
-
-def _explain(record: RunRecord, before: float, last_commit: float, time: float) -> tuple[str, bool]:
-    """Return what had ended the groups when training went back at `time`, and whether that was asked for or injected.
+def _explain(record: RunRecord, time_before: float, last_commit: float, time: float) -> tuple[str, bool]:
+    """Return why training went back at `time`, and whether somebody had asked for it.
 
     Args:
-        before: time of the setback before; what ended groups earlier explains that one.
-        last_commit: time of the last commit before this one.
+        time_before: time of the setback before; earlier ends explain that setback.
+        last_commit: time of the last commit before this setback.
     """
-    if any(last_commit < event.time <= time for event in record.of(LaunchStarted)):
-        return "a new launch", True
-    ended = {}
+    for launch in record.of(LaunchStarted):
+        if last_commit < launch.time <= time:
+            return "a new launch", True
+    ended: dict[int, Attempt] = {}
     for replica, attempts in record.attempts.items():
-        over = [each for each in attempts if before < _end(each, attempts, time) <= time]
-        if over:
-            ended[replica] = over[-1]
-    causes: dict[str, list[int]] = {}
+        for attempt in attempts:
+            if time_before < _find_end(attempt, attempts, time) <= time:
+                ended[replica] = attempt
+    groups_of: dict[str, list[int]] = {}
+    is_explained = False
     for replica, attempt in ended.items():
-        causes.setdefault(attempt.cause or ("left" if attempt.drained_us else "ended"), []).append(replica)
-    text = ", ".join(f"{_groups(replicas)}: {cause}" for cause, replicas in causes.items())
-    asked = any(attempt.fault is not None or attempt.drained_us is not None for attempt in ended.values())
-    return text or "no event tells why", asked
+        was_asked = attempt.drained_us is not None
+        if was_asked or attempt.fault is not None:
+            is_explained = True
+        cause = attempt.cause or ("left" if was_asked else "ended")
+        groups_of.setdefault(cause, []).append(replica)
+    texts = [f"{_name_groups(groups)}: {cause}" for cause, groups in groups_of.items()]
+    return ", ".join(texts) or "no event tells why", is_explained
 
 
-def _end(attempt: Attempt, attempts: Sequence[Attempt], time: float) -> float:
-    """Return when an attempt ended, Unix seconds; infinite if it had not by `time`."""
+def _find_end(attempt: Attempt, attempts: Sequence[Attempt], time: float) -> float:
+    """Return when an attempt ended, in Unix seconds; infinite if it had not ended by `time`."""
     if attempt.exit_us is not None:
         return attempt.exit_us / 1e6
-    replaced = any(each.number > attempt.number and each.begin_us <= time * 1e6 for each in attempts)
-    return attempt.last_us / 1e6 if replaced else float("inf")
+    for later in attempts:
+        # No event reports the end; the next attempt of the group proves it.
+        if later.number > attempt.number and later.begin_us <= time * 1e6:
+            return attempt.last_us / 1e6
+    return float("inf")
 
 
 def _find_offences(setbacks: Iterable[Setback], noun: str) -> Iterator[tuple[Setback, str]]:
-    """Yield what was made again and again, of setbacks for which nobody asked."""
-    times = Counter[int]()
-    in_a_row, furthest = 0, 0
-    told = set[str]()
+    """Yield the unexplained setbacks at which rework became too much; each kind of offence once."""
+    num_makings = Counter[int]()
+    in_a_row = 0
+    furthest = 0
+    has_gone_back = False
+    has_made_again = False
     for setback in setbacks:
-        in_a_row = 1 if setback.reached > furthest else in_a_row + 1
+        made_progress = setback.reached > furthest
+        in_a_row = 1 if made_progress else in_a_row + 1
         furthest = max(furthest, setback.reached)
         if setback.explained:
             in_a_row = 0
             continue
-        times.update(setback.again)
-        if in_a_row >= AGAIN_AND_AGAIN and "back" not in told:
-            told.add("back")
-            text = f"training went back {in_a_row} times in a row without getting beyond {noun} {furthest}"
-            yield setback, f"{text} ({setback.cause})"
-        often = [step for step, number in times.items() if number + 1 >= AGAIN_AND_AGAIN]
-        if often and "made" not in told:
-            told.add("made")
-            which = f"{noun}s {min(often)} to {max(often)} were" if len(often) > 1 else f"{noun} {often[0]} was"
-            yield setback, f"{which} made {AGAIN_AND_AGAIN} times: {setback.cause}"
+        num_makings.update(setback.again)
+        if in_a_row >= AGAIN_AND_AGAIN and not has_gone_back:
+            has_gone_back = True
+            text = f"training went back {in_a_row} times in a row without getting beyond"
+            yield setback, f"{text} {noun} {furthest} ({setback.cause})"
+        # The first making is not among these.
+        often = [step for step, number in num_makings.items() if number + 1 >= AGAIN_AND_AGAIN]
+        if often and not has_made_again:
+            has_made_again = True
+            steps = f"{noun} {often[0]} was"
+            if len(often) > 1:
+                steps = f"{noun}s {min(often)} to {max(often)} were"
+            yield setback, f"{steps} made {AGAIN_AND_AGAIN} times: {setback.cause}"
 
 
-def _groups(replicas: Sequence[int]) -> str:
-    return ("group " if len(replicas) == 1 else "groups ") + ", ".join(map(str, replicas))
+def _name_groups(replicas: Sequence[int]) -> str:
+    noun = "group" if len(replicas) == 1 else "groups"
+    return f"{noun} {', '.join(map(str, replicas))}"
