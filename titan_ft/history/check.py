@@ -1,10 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Judge a run by its history: its outcome, and which of the promises hold, which do not, and what is unknown.
+"""Judge a run by its history: its outcome, and whether each promise holds.
 
-As in Jepsen: a history goes in, small checkers that know nothing of each other judge it, their verdicts are merged
-("does not hold" beats "unknown", which beats "holds"). A checker that crashes gives unknown, and so does a history that
-is empty, damaged or cut: nothing that was not verified ever holds.
+As in Jepsen, a history goes in, and independent checkers judge it. Each gives a verdict for one
+promise: "holds", "does not hold" or "unknown". The worst verdict counts for the run.
+
+Nothing holds that was not verified. A checker that crashes gives "unknown". If the history is empty,
+damaged or cut, every promise without an offence is "unknown".
+
+`titan-ft check` and `report` call `check`. See docs/observing.md, "The history".
 """
 
 from __future__ import annotations
@@ -39,72 +43,98 @@ if TYPE_CHECKING:
 
 EVERY_BATCH_ONCE = "every batch once"
 MAX_SHOWN = 5
+"""Number of details of a promise that the terminal shows; `--json` has all."""
 SYMBOLS: dict[Verdict, str] = {"holds": "\u2713", "does not hold": "\u2717", "unknown": "?"}
+_COLOURS: dict[Verdict, Colour] = {"holds": "green", "does not hold": "red", "unknown": "amber"}
 
 Checker = Callable[[RunRecord, Judgement], None]
 
 
 @dataclass
 class Verdicts:
-    """What the history of a run says of each promise."""
+    """The judgements of all promises, and the outcome of the run."""
 
     judgements: list[Judgement] = field(default_factory=list)
-    """The promises in their order, then what all of them rest on: whole history, clocks."""
+    """The promises in their order, then their basis: the whole history, and the clocks."""
     start: float = 0.0
     """Unix seconds of the first event."""
     unit: Unit = STEP
-    """What `step` of an offence counts: steps, or rounds."""
+    """The unit of the steps of an offence: steps, or rounds."""
     outcome: Outcome | None = None
-    """What became of the run; None where its history cannot be read."""
+    """None if the history cannot be read."""
 
     @property
     def verdict(self) -> Verdict:
-        """Return the worst verdict of what was asked; a run that has just been started has broken no promise."""
-        worst = merge(judgement.verdict for judgement in self.judgements if judgement.asked)
-        return "holds" if worst == "unknown" and self._starts else worst
+        """The worst verdict of the promises that count."""
+        worst = merge(judgement.verdict for judgement in self._asked)
+        if worst == "unknown" and self._has_just_started:
+            return "holds"  # a run without a step has broken no promise
+        return worst
 
     @property
-    def _starts(self) -> bool:
-        """Whether the run goes on, and nothing has kept it from its first step so far."""
-        outcome = self.outcome
-        return outcome is not None and outcome.kind == "running" and not outcome.step and outcome.reason is None
+    def _asked(self) -> list[Judgement]:
+        """The judgements that count for the verdict."""
+        return [judgement for judgement in self.judgements if judgement.asked]
+
+    @property
+    def _is_running(self) -> bool:
+        return self.outcome is not None and self.outcome.kind == "running"
+
+    @property
+    def _has_just_started(self) -> bool:
+        """True if the run goes on, has made no step, and nothing has failed."""
+        if self.outcome is None or not self._is_running:
+            return False
+        return not self.outcome.step and self.outcome.reason is None
 
     @property
     def colour(self) -> Colour:
-        """Return the colour of run and promises together."""
-        outcome = "amber" if self.outcome is None else self.outcome.colour
-        if outcome == "red" or self.verdict == "does not hold":
+        """The colour of the run and its promises together."""
+        run_colour = "amber" if self.outcome is None else self.outcome.colour
+        if run_colour == "red" or self.verdict == "does not hold":
             return "red"
-        noted = any(each.reservation for each in self.judgements)
-        return "amber" if outcome == "amber" or noted or self.verdict == "unknown" else "green"
+        has_reservation = any(judgement.reservation for judgement in self.judgements)
+        if run_colour == "amber" or has_reservation or self.verdict == "unknown":
+            return "amber"
+        return "green"
 
     @property
     def exit_status(self) -> int:
-        """Return that of `titan-ft check`: 1 for a run that failed, or of which a promise is broken or unknown."""
+        """The exit status of `titan-ft check`: 0 if the run did not fail and the promises hold."""
         return 0 if self.verdict == "holds" and self.colour != "red" else 1
 
     @property
     def promises(self) -> str:
-        """Return the verdict on the promises in one line, with what stands beside it."""
-        asked = [each for each in self.judgements if each.asked]
-        named = ", ".join(each.name for each in asked if each.verdict == self.verdict)
-        if self.verdict == "unknown" and (why := self["whole history"].unknown):
-            named = f"{why[0]}; what there is breaks no promise"  # all the others are unknown for that alone
-        number = count(sum(each.promise is not None for each in asked), "promise")
-        goes_on = self.outcome is not None and self.outcome.kind == "running"
-        texts = {
-            "holds": f"holds{' so far' if goes_on else ''} ({'no step yet' if self._starts else f'{number} checked'})",
-            "does not hold": f"does not hold: {named}",
-            "unknown": f"unknown: {named}",
-        }
-        return "; ".join([texts[self.verdict], *(each.reservation for each in self.judgements if each.reservation)])
+        """The verdict in one line, with the reservations."""
+        parts = [self._describe_verdict()]
+        parts += [judgement.reservation for judgement in self.judgements if judgement.reservation]
+        return "; ".join(parts)
+
+    def _describe_verdict(self) -> str:
+        if self.verdict == "holds":
+            so_far = " so far" if self._is_running else ""
+            num_promises = sum(judgement.promise is not None for judgement in self._asked)
+            checked = f"{count(num_promises, 'promise')} checked"
+            if self._has_just_started:
+                checked = "no step yet"
+            return f"holds{so_far} ({checked})"
+        if self.verdict == "unknown":
+            missing = self["whole history"].unknown
+            if missing:
+                # All other promises are unknown for this reason alone.
+                return f"unknown: {missing[0]}; what there is breaks no promise"
+        names = [judgement.name for judgement in self._asked if judgement.verdict == self.verdict]
+        return f"{self.verdict}: {', '.join(names)}"
 
     def __getitem__(self, promise: int | str) -> Judgement:
-        """Return the judgement of a promise by its number, or of anything by its name."""
-        return next(each for each in self.judgements if promise in (each.promise, each.name))
+        """Return the judgement of a promise by its number, or any judgement by its name."""
+        for judgement in self.judgements:
+            if promise in (judgement.promise, judgement.name):
+                return judgement
+        raise KeyError(promise)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the verdicts as plain dictionaries, lists and numbers, for JSON."""
+        """Return the verdicts as plain dictionaries, lists and numbers for JSON."""
         return {
             "outcome": None if self.outcome is None else self.outcome.to_dict(),
             "verdict": self.verdict,
@@ -112,7 +142,7 @@ class Verdicts:
             "colour": self.colour,
             "start": self.start,
             "unit": self.unit.noun,
-            "judgements": list(map(asdict, self.judgements)),
+            "judgements": [asdict(judgement) for judgement in self.judgements],
         }
 
 
@@ -120,36 +150,43 @@ def check(record: RunRecord, against: RunRecord | None = None, reread: Reread | 
     """Judge a run.
 
     Args:
-        against: a run without failures, of the same config, whose loss curve it must follow.
-        reread: what came of reading the data of the run again.
+        against: a run of the same config without failures, whose loss curve this run must follow.
+        reread: the result of reading the data of the run again.
     """
     whole = _judge("whole history", None, check_whole, record)
     promises = [_judge_arithmetic(record, against)]
-    checkers = {name: checker for _, name, checker in _CHECKERS}
-    checkers[EVERY_BATCH_ONCE] = partial(_check_batches, reread=reread)
-    promises += [_judge(name, promise, checkers[name], record) for promise, name, _ in _CHECKERS]
-    for each in promises:
-        # What is not in the history may be what breaks a promise.
-        if whole.unknown and each.asked and not each.offences:
-            each.unknown.append("the history is not whole, see there")
-        each.verdict = "unknown" if each.unknown and not each.offences else each.verdict
+    for number, name, checker in _CHECKERS:
+        if name == EVERY_BATCH_ONCE:
+            checker = partial(_check_batches, reread=reread)
+        promises.append(_judge(name, number, checker, record))
+    for judgement in promises:
+        if judgement.offences:
+            continue
+        if whole.unknown and judgement.asked:
+            # The missing part of the history may break the promise.
+            judgement.unknown.append("the history is not whole, see there")
+        if judgement.unknown:
+            judgement.verdict = "unknown"
     clock = _judge("clocks", None, check_clock, record)
-    times = [event.time for event in record.events]
-    return Verdicts([*promises, whole, clock], min(times, default=0.0), record.unit, find_outcome(record))
+    start = min((event.time for event in record.events), default=0.0)
+    return Verdicts([*promises, whole, clock], start, record.unit, find_outcome(record))
 
 
 def nothing_known(reason: str) -> Verdicts:
-    """Return the verdicts of a history that cannot be read."""
-    names = [(1, "same arithmetic"), *((promise, name) for promise, name, _ in _CHECKERS), (None, "whole history")]
-    return Verdicts([Judgement(name, promise, unknown=[reason]) for promise, name in names])
+    """Return the verdicts of a history that cannot be read: everything is unknown."""
+    judgements = [Judgement("same arithmetic", 1, unknown=[reason])]
+    for number, name, _ in _CHECKERS:
+        judgements.append(Judgement(name, number, unknown=[reason]))
+    judgements.append(Judgement("whole history", None, unknown=[reason]))
+    return Verdicts(judgements)
 
 
 def _judge(name: str, promise: int | None, checker: Checker, record: RunRecord) -> Judgement:
-    """Let a checker judge; one that crashes gives unknown."""
+    """Return the judgement of one checker; "unknown" if the checker crashes."""
     found = Judgement(name, promise)
     try:
         checker(record, found)
-    except Exception as error:  # noqa: BLE001  # whatever a damaged history does to one checker, the others go on
+    except Exception as error:  # noqa: BLE001  # a damaged history must not keep the other checkers from judging
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         text = f"the checker crashed: {type(error).__name__}: {error}{where}"
@@ -160,18 +197,29 @@ def _judge(name: str, promise: int | None, checker: Checker, record: RunRecord) 
 
 
 def _judge_arithmetic(record: RunRecord, reference: RunRecord | None) -> Judgement:
-    """Judge the promise that only another run can prove; without one it is asked only where it is broken."""
-    found = _judge("same arithmetic", 1, check_arithmetic, record)
+    """Judge promise 1, which only a comparison with another run can prove.
+
+    Without such a run the promise counts only if this run alone breaks it.
+    """
+    name = "same arithmetic"
+    found = _judge(name, 1, check_arithmetic, record)
     if reference is None:
         if found.verdict != "does not hold":
             found.asked = False
             found.unknown.append("a run without failures tells more (--against RUN_DIR2)")
         return found.decide()
-    other = _judge("same arithmetic", 1, lambda run, judgement: check_against(run, reference, judgement), record)
-    other.offences += found.offences
-    other.unknown += found.unknown
-    other.statement = f"{other.statement}; {found.statement}" if other.statement else found.statement
-    return other.decide()
+
+    def compare(run: RunRecord, judgement: Judgement) -> None:
+        check_against(run, reference, judgement)
+
+    compared = _judge(name, 1, compare, record)
+    compared.offences += found.offences
+    compared.unknown += found.unknown
+    if compared.statement:
+        compared.statement = f"{compared.statement}; {found.statement}"
+    else:
+        compared.statement = found.statement
+    return compared.decide()
 
 
 def _check_batches(record: RunRecord, found: Judgement, reread: Reread | None = None) -> None:
@@ -181,12 +229,17 @@ def _check_batches(record: RunRecord, found: Judgement, reread: Reread | None = 
         audited = reread.apply(audited)
     found.statement = f"{audited.counts()}, in {audited.unit.count(audited.num_steps)}"
     for finding in (*audited.lost, *audited.repeated, *audited.differing):
-        step = finding.steps[-1] if finding.steps else None
-        found.offences.append(Offence(str(finding), step=step))
-    found.offences += [Offence(text) for text in audited.conflicts]
-    gaps = find_gaps(record)  # see "whole history"
-    found.unknown += [reason for reason in audited.unknown if reason not in gaps]
-    found.unknown += [audited.unproved] if audited.unproved else []
+        last_step = finding.steps[-1] if finding.steps else None
+        found.offences.append(Offence(str(finding), step=last_step))
+    for text in audited.conflicts:
+        found.offences.append(Offence(text))
+    # The judgement of the whole history already names the gaps.
+    gaps = find_gaps(record)
+    for reason in audited.unknown:
+        if reason not in gaps:
+            found.unknown.append(reason)
+    if audited.unproved:
+        found.unknown.append(audited.unproved)
     found.notes += audited.notes
 
 
@@ -199,27 +252,30 @@ _CHECKERS: tuple[tuple[int, str, Checker], ...] = (
     (7, "counters follow commits", check_counters),
     (8, "nothing silent", check_silence),
 )
-
-
-_COLOURS: dict[Verdict, Colour] = {"holds": "green", "does not hold": "red", "unknown": "amber"}
+"""Number, name and checker of each promise that one history can prove."""
 
 
 def check_table(verdicts: Verdicts) -> Group:
-    """Return the verdicts for the terminal: the outcome, the verdict, and a row for each promise with its grounds."""
+    """Return the verdicts for the terminal: the outcome, the verdict, and a row for each promise."""
     from rich.console import Group
     from rich.text import Text
 
     rows: list[tuple[str | Text, str | Text, str]] = []
-    for each in verdicts.judgements:
-        symbol, number = SYMBOLS[each.verdict] if each.asked else "-", each.promise or " "
-        name, verdict = Text(f"{symbol} {number} {each.name}", style="dim"), Text(each.shown_verdict, style="dim")
-        if each.asked:
-            name, verdict = (coloured(cell.plain, _COLOURS[each.verdict]) for cell in (name, verdict))
-        rows.append((name, verdict, each.statement))
-        details = each.details(verdicts.start, verdicts.unit.noun)
+    for judgement in verdicts.judgements:
+        symbol = SYMBOLS[judgement.verdict] if judgement.asked else "-"
+        name = f"{symbol} {judgement.promise or ' '} {judgement.name}"
+        verdict = judgement.shown_verdict
+        if judgement.asked:
+            colour = _COLOURS[judgement.verdict]
+            rows.append((coloured(name, colour), coloured(verdict, colour), judgement.statement))
+        else:
+            dim_name = Text(name, style="dim")
+            rows.append((dim_name, Text(verdict, style="dim"), judgement.statement))
+        details = judgement.details(verdicts.start, verdicts.unit.noun)
         rows += [("", "", text) for text in details[:MAX_SHOWN]]
-        if len(details) > MAX_SHOWN:
-            rows.append(("", "", f"... {len(details) - MAX_SHOWN} more (--json names them all)"))
+        num_hidden = len(details) - MAX_SHOWN
+        if num_hidden > 0:
+            rows.append(("", "", f"... {num_hidden} more (--json names them all)"))
     head = [] if verdicts.outcome is None else headline(verdicts.outcome, verdicts.colour)
     head.append(Text(f"  verdict: {verdicts.promises}"))
     return Group(*head, "", grid(rows), "", *head)

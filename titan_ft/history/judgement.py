@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a checker says of a promise: verdict, offending events, what is unknown, notes."""
+"""The judgement of one promise: verdict, offences, reasons for "unknown", notes.
+
+Each checker of `titan_ft.history.checks` gets a `Judgement` from `titan_ft.history.check` and fills it.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,17 @@ _WORST_FIRST: tuple[Verdict, ...] = ("does not hold", "unknown", "holds")
 
 
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the worst of some verdicts: "does not hold" beats "unknown", which beats "holds"; unknown without any."""
+    """Return the worst verdict: "does not hold" beats "unknown" beats "holds"; unknown if empty."""
     given = set(verdicts)
-    return next((verdict for verdict in _WORST_FIRST if verdict in given), "unknown")
+    for verdict in _WORST_FIRST:
+        if verdict in given:
+            return verdict
+    return "unknown"
 
 
 @dataclass(frozen=True)
 class Offence:
-    """What breaks a promise, and the event that shows it, if one does."""
+    """A breach of a promise, with the place of the event that shows it, if there is one."""
 
     text: str
     time: float | None = None
@@ -32,63 +38,86 @@ class Offence:
     step: int | None = None
 
     def describe(self, start: float, noun: str = "step") -> str:
-        """Return it in words: when (seconds since `start`), where, what; `noun` is what `step` counts."""
-        where = [] if self.time is None else [f"{self.time - start:.2f} s"]
-        places = (("group", self.replica), ("rank", self.rank), (noun, self.step))
-        where += [f"{name} {value}" for name, value in places if value is not None]
-        return f"{', '.join(where)}: {self.text}" if where else self.text
+        """Return the offence in words: the time, the place, the text.
+
+        Args:
+            start: the begin of the run, in Unix seconds.
+            noun: the unit of `step`.
+        """
+        place = []
+        if self.time is not None:
+            place.append(f"{self.time - start:.2f} s")
+        if self.replica is not None:
+            place.append(f"group {self.replica}")
+        if self.rank is not None:
+            place.append(f"rank {self.rank}")
+        if self.step is not None:
+            place.append(f"{noun} {self.step}")
+        if not place:
+            return self.text
+        return f"{', '.join(place)}: {self.text}"
 
 
 @dataclass
 class Judgement:
-    """What the history says of one promise."""
+    """The verdict on one promise, and its grounds."""
 
     name: str
     promise: int | None = None
-    """Its number in the list of promises; None for what the others rest on."""
+    """The number of the promise; None for the basis of all promises."""
     asked: bool = True
-    """Whether it counts for the verdict on the run."""
+    """False if the judgement does not count for the verdict on the run."""
     verdict: Verdict = "unknown"
     statement: str = ""
-    """What was verified, in one line."""
+    """One line about the facts that were verified."""
     reservation: str = ""
-    """What stands beside the verdict on the run, although it breaks no promise; the statement begins with it."""
+    """A remark on the run that breaks no promise; the statement begins with it."""
     offences: list[Offence] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """Why there is no verdict."""
+    """The reasons for "unknown"."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def shown_verdict(self) -> str:
-        """Its verdict in words: "not asked" where it does not count."""
+        """The verdict in words; "not asked" if it does not count."""
         return self.verdict if self.asked else "not asked"
 
     def details(self, start: float, noun: str = "step") -> list[str]:
-        """Return what stands below it: offences, what is unknown, notes.
+        """Return the lines below the statement: offences, reasons for "unknown", notes.
 
         Args:
-            start: the run's, Unix seconds.
-            noun: what the job commits, steps or rounds.
+            start: the begin of the run, in Unix seconds.
+            noun: the unit of the steps: step or round.
         """
-        unknown = [f"unknown: {reason}" if self.asked else reason for reason in dict.fromkeys(self.unknown)]
-        offences = [each.describe(start, noun) for each in self.offences]
-        return [*offences, *unknown, *(f"note: {note}" for note in self.notes)]
+        lines = [offence.describe(start, noun) for offence in self.offences]
+        prefix = "unknown: " if self.asked else ""
+        lines += [f"{prefix}{reason}" for reason in dict.fromkeys(self.unknown)]
+        lines += [f"note: {note}" for note in self.notes]
+        return lines
 
     def object_to(self, text: str, event: Event | None = None) -> None:
-        """Add an offence, where and when `event` was."""
+        """Add an offence at the time and place of `event`."""
         if event is None:
             self.offences.append(Offence(text))
             return
-        self.offences.append(Offence(text, event.time, event.replica, event.rank, getattr(event, "step", None)))
+        step = getattr(event, "step", None)
+        self.offences.append(Offence(text, event.time, event.replica, event.rank, step))
 
     def decide(self) -> Judgement:
-        """Set the verdict by what was found, the first offences in front; what objects counts whatever was asked."""
+        """Set the verdict, and put the offences in order of time. An offence always counts."""
         self.offences.sort(key=lambda offence: offence.time or 0.0)
-        self.verdict = "does not hold" if self.offences else "unknown" if self.unknown else "holds"
-        self.asked = self.asked or bool(self.offences)
+        if self.offences:
+            self.verdict = "does not hold"
+            self.asked = True
+        elif self.unknown:
+            self.verdict = "unknown"
+        else:
+            self.verdict = "holds"
         return self
 
 
 def count(value: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun."""
-    return f"{value} {noun}" if value == 1 else f"{value} {plural or noun + 's'}"
+    """Return a number with its noun: "1 step", "3 batches"."""
+    if value == 1:
+        return f"{value} {noun}"
+    return f"{value} {plural or noun + 's'}"

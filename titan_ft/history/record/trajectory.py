@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Follow the states of a job through its commits: what led to the final one, and what was thrown away.
+"""The states of a job by its commits: the trajectory to the final state, and the states off it.
 
-Every commit names the state that it made (`lineage`) and the one that it changed (`parent`). The job's trajectory is
-the chain of parents backwards from its final state; commits off the chain are void.
+Each commit names the state that it made (`lineage`) and the state that it changed (`parent`). The
+job's trajectory is the chain of parents from its final state back to the first. Commits off the chain
+are void. `titan_ft.history.record.run_record` calls this module.
 """
 
 from __future__ import annotations
@@ -20,48 +21,60 @@ from titan_ft.run.events import (
     TrainingFinished,
 )
 
-ROOT = "000000000000"  # lineage of the initial state, the parent of step 1
-Restart = CheckpointLoaded | RolledBack | StartedAnew  # the job says that it goes on from an earlier state
+ROOT = "000000000000"
+"""Lineage of the initial state, the parent of step 1."""
+Restart = CheckpointLoaded | RolledBack | StartedAnew
+"""Events in which the job announces that it goes on from an earlier state."""
 
 
 @dataclass(slots=True)
 class JobState:
-    """A state that some group committed; the events of all ranks that did so together."""
+    """A state that some group committed, by the events of all ranks that committed it."""
 
     lineage: str
     parent: str
     step: int
-    time: float  # of its first event
-    batches: dict[int, tuple[int, int]]  # slot -> first batch, number of batches
-    # Nearly all states of a run have the same groups: they share one set, for a set of 30 takes 2 KB.
+    time: float
+    """Unix seconds of the first of these events."""
+    batches: dict[int, tuple[int, int]]
+    """First batch and number of batches of each slot."""
+    # Nearly all states of a run have the same groups. They share one set, because a set of 30 groups
+    # takes 2 KB.
     participants: frozenset[int] = frozenset()
-    read: dict[int, list[Batches]] = field(default_factory=dict)  # replica -> of all its ranks
+    read: dict[int, list[Batches]] = field(default_factory=dict)
+    """The batches that all ranks of each group read for it."""
 
 
 def read_states(commits: Iterable[StepCommitted], usual: Collection[str]) -> tuple[dict[str, JobState], list[str]]:
-    """Return the states that commits made, by lineage, and where events contradict each other.
+    """Return the states by lineage, and the contradictions between events.
 
     Args:
-        usual: lineages of usual steps, of which nobody asks who read what.
+        usual: lineages of usual steps. Their readings are left out, because no checker needs them.
     """
     states: dict[str, JobState] = {}
     disagreements: dict[str, str] = {}
-    pool: dict[frozenset[int], frozenset[int]] = {}
+    shared_sets: dict[frozenset[int], frozenset[int]] = {}
     for event in commits:
         lineage, parent, step = event.lineage, event.parent, event.step
         state = states.get(lineage)
         if state is None:
-            state = states[lineage] = JobState(lineage, parent, step, event.time, event.batches)
+            state = JobState(lineage, parent, step, event.time, event.batches)
+            states[lineage] = state
         if state.parent != parent or state.step != step:
-            disagreements[lineage] = f"events disagree about what made the state {lineage}: step {state.step} or {step}"
+            steps = f"step {state.step} or {step}"
+            text = f"events disagree about what made the state {lineage}: {steps}"
+            disagreements[lineage] = text
+        # A long run has millions of commits that share their batches: identity is the fast answer.
         if event.batches is not state.batches and event.batches != state.batches:
-            disagreements[lineage] = f"events disagree about the batches of step {step} ({lineage})"
-        if event.contributed:
-            if not state.participants.issuperset(event.participants):
-                participants = state.participants.union(event.participants)
-                state.participants = pool.setdefault(participants, participants)
-            if lineage not in usual:
-                state.read.setdefault(event.replica, []).extend(event.readings())
+            text = f"events disagree about the batches of step {step} ({lineage})"
+            disagreements[lineage] = text
+        if not event.contributed:
+            continue
+        if not state.participants.issuperset(event.participants):
+            participants = state.participants.union(event.participants)
+            state.participants = shared_sets.setdefault(participants, participants)
+        if lineage not in usual:
+            state.read.setdefault(event.replica, []).extend(event.readings())
     return states, list(disagreements.values())
 
 
@@ -72,53 +85,101 @@ def final_states(
     finished: Sequence[TrainingFinished],
     unknown: list[str],
 ) -> list[JobState]:
-    """Return the states that the job may have ended with, the likeliest first; one, if the history is clear."""
+    """Return the states with which the job may have ended, the likeliest first.
+
+    If the history is clear, this is one state.
+
+    Args:
+        commits_of: the commits of each lineage.
+        unknown: gets the reasons for which a final state is missing.
+    """
     parents = {state.parent for state in states.values()}
     tips = [state for state in states.values() if state.lineage not in parents]
 
-    def rank(tip: JobState) -> tuple[int, int, float]:
+    def likelihood(tip: JobState) -> tuple[int, int, float]:
         groups = {commit.replica for commit in commits_of[tip.lineage]}
         return tip.step, len(groups), tip.time
 
-    tips.sort(key=rank, reverse=True)
+    tips.sort(key=likelihood, reverse=True)
     likeliest = tips[0] if tips else max(states.values(), key=lambda state: state.step)
-    while later := [tip for tip in tips if _supersedes(tip, likeliest, states, restarts)]:
-        likeliest = later[0]
-    finals = [likeliest] + [
-        tip
-        for tip in tips
-        if tip is not likeliest
-        # A lower step that is committed last, unannounced, may be a job that went back, or a process that woke up.
-        and (tip.step == likeliest.step or tip.time > likeliest.time)
-        and not _supersedes(likeliest, tip, states, restarts)
-    ]
-    ended = {event.lineage for event in finished}
+    newer = _find_newer(likeliest, tips, states, restarts)
+    while newer is not None:
+        likeliest = newer
+        newer = _find_newer(likeliest, tips, states, restarts)
+    finals = [likeliest]
+    for tip in tips:
+        if tip is likeliest or _supersedes(likeliest, tip, states, restarts):
+            continue
+        # A lower step that was committed last, without an announcement, may be the state of a job
+        # that went back, or of a process that was frozen and woke up.
+        if tip.step == likeliest.step or tip.time > likeliest.time:
+            finals.append(tip)
     unknown += [
         f"no event tells of the commit of the final state {event.lineage}"
         for event in finished
         if event.lineage not in states and event.step >= likeliest.step
     ]
-    return [final for final in finals if final.lineage in ended] or finals
+    finished_lineages = {event.lineage for event in finished}
+    announced = [final for final in finals if final.lineage in finished_lineages]
+    return announced or finals
 
 
-def _supersedes(new: JobState, old: JobState, states: Mapping[str, JobState], restarts: Iterable[Restart]) -> bool:
-    """Tell whether the job, after it made `old`, said that it went back to where `new` branches off."""
-    restarts = [event for event in restarts if old.time < event.time <= new.time]
-    if new is old or not restarts:
+def _find_newer(
+    state: JobState,
+    tips: Iterable[JobState],
+    states: Mapping[str, JobState],
+    restarts: Sequence[Restart],
+) -> JobState | None:
+    """Return the likeliest tip to which the job went on after it had thrown `state` away."""
+    for tip in tips:
+        if _supersedes(tip, state, states, restarts):
+            return tip
+    return None
+
+
+def _supersedes(
+    new: JobState,
+    old: JobState,
+    states: Mapping[str, JobState],
+    restarts: Iterable[Restart],
+) -> bool:
+    """Return whether the job announced, after it made `old`, a restart where `new` branches off."""
+    between = [event for event in restarts if old.time < event.time <= new.time]
+    if new is old or not between:
         return False
-    before = {state.lineage for state in chain_to(states, old)} | {ROOT}
-    first = next((state for state in reversed(chain_to(states, new)) if state.parent in before), None)
-    return first is not None and any(
-        event.time <= first.time
-        # A checkpoint's step is torchtitan's, which is another number where the job counts rounds.
-        and (event.lineage == first.parent if isinstance(event, CheckpointLoaded) else event.step == first.step - 1)
-        for event in restarts
-    )
+    before = {state.lineage for state in chain_to(states, old)}
+    before.add(ROOT)
+    branch: JobState | None = None
+    for state in chain_to(states, new):
+        if state.parent in before:
+            branch = state
+    if branch is None:
+        return False
+    for event in between:
+        if event.time > branch.time:
+            continue
+        if isinstance(event, CheckpointLoaded):
+            # The step of a checkpoint is torchtitan's, also if the job counts rounds: compare lineages.
+            is_at_branch = event.lineage == branch.parent
+        else:
+            is_at_branch = event.step == branch.step - 1
+        if is_at_branch:
+            return True
+    return False
 
 
 def chain_to(states: Mapping[str, JobState], final: JobState) -> list[JobState]:
-    """Return the states that led to a final one, that included, in order of step; as far as each parent is known."""
+    """Return the states that led to a final one, and this one, in order of step.
+
+    The chain begins where the parent is unknown.
+    """
     chain = [final]
-    while (parent := states.get(chain[-1].parent)) is not None and parent.step == chain[-1].step - 1:
+    while True:
+        last = chain[-1]
+        parent = states.get(last.parent)
+        # A damaged history may name a parent of another step, and even a cycle.
+        if parent is None or parent.step != last.step - 1:
+            break
         chain.append(parent)
-    return chain[::-1]
+    chain.reverse()
+    return chain
