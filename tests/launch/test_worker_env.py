@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft import device
+from titan_ft.launch.group.worker_group import usual_env
 
 LEFT_OUT = {
     # torchtitan writes it when a group's process group is made, whatever it was; `device` says what of it is refused.
@@ -53,3 +54,9 @@ def test_a_worker_has_the_variables_of_torchrun(run: Any) -> None:
         for name in (*OF_THE_RANK, *OF_THE_GROUP):
             assert own[name] == theirs[name], name
         assert device.ASYNC_ERROR_HANDLING not in device.nccl_environment(theirs, 10000)
+
+
+def test_the_new_backend_of_nccl_is_off_before_torch_is_imported() -> None:
+    """In the environment of the zygote, too: its forks have torch.distributed already. A user's value stays."""
+    assert usual_env({})["TORCH_DIST_USE_NCCL2"] == "0"
+    assert usual_env({"TORCH_DIST_USE_NCCL2": "1"})["TORCH_DIST_USE_NCCL2"] == "1"

@@ -86,13 +86,14 @@ def test_ci_runs_no_code_that_can_be_replaced() -> None:
 def test_a_group_on_one_node_needs_no_rendezvous() -> None:
     """The agent gets the ranks, the worker gets torchtitan's flags, the user's come last."""
     words = dry_run(*options(replicas="4"), "--", "--training.steps=7")
-    assert words[:4] == [
+    assert words[:5] == [
         f"TORCHFT_LIGHTHOUSE={LIGHTHOUSE}",
         "OMP_NUM_THREADS=1",
         "PYTHONUNBUFFERED=1",
         "RUST_LOG=warn",
+        "TORCH_DIST_USE_NCCL2=0",
     ]
-    assert words[5 : words.index("--")] == [
+    assert words[6 : words.index("--")] == [
         *("-m", "titan_ft.launch.group.agent", "--cluster"),
         *("--run-dir=/shared/run", "--replica=1", "--ranks=8", "--bind=::"),
         *("--max-restarts=100", "--drain-timeout=25"),

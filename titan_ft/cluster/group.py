@@ -299,6 +299,8 @@ def _environment(options: Group, lighthouse: str, environ: Mapping[str, str]) ->
         "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED", "1"),
         # torchft's log at its default level costs time in each step.
         "RUST_LOG": environ.get("RUST_LOG", "warn"),
+        # See `usual_env` of the agent, whose module takes torch.
+        "TORCH_DIST_USE_NCCL2": environ.get("TORCH_DIST_USE_NCCL2", "0"),
     }
     if options.metrics_port:
         found[PORT_ENV] = options.metrics_port

@@ -370,10 +370,18 @@ def worker_env(replica: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
     return env
 
 
-def usual_env() -> dict[str, str]:
-    """Return what the environment of every worker holds, whatever its group."""
-    usual = (("OMP_NUM_THREADS", "1"), ("PYTHONUNBUFFERED", "1"), ("RUST_LOG", "warn"))
-    return {name: os.environ.get(name, value) for name, value in usual}
+def usual_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what the environment of every worker holds, whatever its group. A value of the user's stays."""
+    usual = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "RUST_LOG": "warn",  # torchft's log at its default level costs time in each step
+        # torch 2.15 takes its new NCCL backend inside a group by default, for which the settings of
+        # `device.nccl_environment` are not tested. torch reads this when torch.distributed is imported: in a worker,
+        # a fork of a process that has imported it, it would come too late.
+        "TORCH_DIST_USE_NCCL2": "0",
+    }
+    return {name: environ.get(name, value) for name, value in usual.items()}
 
 
 def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
