@@ -56,7 +56,7 @@ _STANDARD: list[Any] = [
 _PLAIN: frozenset[object] = frozenset({type(None), bool, int, float, str, list, tuple, dict})
 """Kinds of values that can always be unpacked; see `_kinds_in`."""
 _MAX_DEPTH = 200
-"""Levels of a state. pickle fails near a thousand, less the frames of whoever calls it."""
+"""Levels of a state. pickle fails near a thousand levels, less the frames of its callers."""
 _MAX_BITS = 2031
 """Of an int. pickle writes longer ones with an opcode that `weights_only` lacks."""
 _MAX_PLACE = 80
@@ -77,8 +77,8 @@ def save_loader(loader: Any) -> bytes:
     """
     # Call torchdata's method, not a subclass's override. torchtitan's override wraps the state in a
     # second pickle, under a key with the rank, and `weights_only` does not check what is inside.
-    # What another subclass adds in its override is therefore not saved; `loader_check` finds that
-    # out.
+    # So the additions of another subclass's override are not saved. `loader_check` finds such
+    # loaders.
     is_torchdata = isinstance(loader, StatefulDataLoader)
     state = StatefulDataLoader.state_dict(loader) if is_torchdata else loader.state_dict()
     try:
@@ -152,7 +152,7 @@ def load_value(file: io.BytesIO) -> Any:
 
 
 def find_refusal(value: Any) -> str:
-    """Return why `load_value` would refuse a value that `torch.save` has written; empty if it takes it."""
+    """Return why `load_value` refuses a value that `torch.save` has written; empty = it does not."""
     try:
         if set(_kinds_in(value)) <= _PLAIN | {bytes}:
             return ""  # nearly always: 1.4 us a value, where a pickle to be read back takes 300
@@ -187,8 +187,9 @@ def _unpack(packed: bytes) -> Any:
 
 
 def _kinds_in(value: Any, depth: int = 0) -> Iterator[object]:
-    """Yield the types of all values and keys in a state, with what else decides whether they can be
-    unpacked.
+    """Yield the types of all values and keys in a state, and dtypes and sizes that matter.
+
+    Together they decide whether the state can be unpacked.
 
     Raises:
         RecursionError: the state has more than `_MAX_DEPTH` levels, or contains itself.

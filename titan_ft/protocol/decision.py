@@ -59,7 +59,11 @@ class Commit(Decision):
 
 @dataclass(frozen=True)
 class Repeat(Decision):
-    """Make one more round at once, with the same gradients."""
+    """Make one more round at once, with the same gradients.
+
+    After a broken round, the caller may first add the batches of groups that are gone: the next
+    quorum shows them (`ReplicaDimension.commit`).
+    """
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ class Ledger:
 
     def __init__(self, num_slots: int, shard: int = 0, num_shards: int = 1) -> None:
         self.num_slots = num_slots
-        self._shard, self._num_shards = shard, num_shards
+        self._shard = shard
+        self._num_shards = num_shards
         self._ends: dict[int, int] = dict.fromkeys(range(num_slots), 0)
         self._states: dict[int, bytes] = {}
         self._following: dict[int, str] = {}

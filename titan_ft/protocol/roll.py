@@ -4,9 +4,9 @@
 
 If a worker dies, its group closes its connections, and the group's agent restarts it within
 seconds. If a host is lost, or a group is frozen or cut off, nothing is closed and nothing is
-restarted: the other groups train on, and nobody would say that a group is missing. So every group
-watches how long each other group has been silent. A group is heard by its heartbeats, which the
-lighthouse lists on its status page, and by the updates in which it takes part.
+restarted. The other groups would train on, and no line would report the missing group. So every
+group watches how long each other group has been silent. A group is heard by its heartbeats, which
+the lighthouse lists on its status page, and by the updates in which it takes part.
 """
 
 from __future__ import annotations

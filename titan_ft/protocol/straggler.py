@@ -50,7 +50,8 @@ class Stragglers:
     """
 
     def __init__(self, factor: float, steps: int) -> None:
-        self._factor, self._steps = factor, steps
+        self._factor = factor
+        self._steps = steps
         self._records: dict[int, _Record] = {}
         self.ratios: dict[int, float] = {}
         """Own seconds / median of the others' in the last step, by slot. Empty with one group."""
