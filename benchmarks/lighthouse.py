@@ -84,9 +84,9 @@ def measure(num_groups: int, num_former: int, num_quorums: int = QUORUMS) -> dic
             threading.Thread(target=_beat, args=(address, share, stop), daemon=True).start()
         groups = call_for_each(lambda _: LighthouseClient(address, _LIMIT), names, "connect", _AT_ONCE)
         _make_quorums(groups, names, _WARMUP)
-        before = _read_cpu(process.pid)
+        before = read_cpu(process.pid)
         seconds = _make_quorums(groups, names, num_quorums)
-        cpu = _read_cpu(process.pid) - before
+        cpu = read_cpu(process.pid) - before
         with urllib.request.urlopen(f"{address}/status") as answer:
             page = answer.read()
         began = time.thread_time()
@@ -162,7 +162,7 @@ def _make_quorums(groups: Sequence[LighthouseClient], names: Sequence[str], num_
     return [max(end for _, end in quorum) - min(began for began, _ in quorum) for quorum in zip(*times, strict=True)]
 
 
-def _read_cpu(pid: int) -> float:
+def read_cpu(pid: int) -> float:
     """Return the CPU seconds that a process has used."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
