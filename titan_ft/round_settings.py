@@ -1,8 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the settings of semi-synchronous training come to, and the rules about their values.
+"""Values derived from the settings of semi-synchronous training, and the rules about the settings.
 
-The fields themselves are in `titan_ft.config.FaultTolerance`, for torchtitan has them in one table.
+The fields are in `titan_ft.config.FaultTolerance`, because torchtitan has one table for them all.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 SEMI_SYNC_METHODS = ("local_sgd", "diloco")
 ROUND_JOIN_TIMEOUT_MS = 24 * 3600 * 1000
-"""Least `join_timeout_ms` of a semi-synchronous job's lighthouse: nobody goes on without a group in mid-round."""
+"""Smallest `join_timeout_ms` of a semi-synchronous job, so that no quorum leaves out a group in mid-round."""
 
 
 class OuterOptimizer(NamedTuple):
-    """SGD without dampening and weight decay, which makes a round's update from the groups' mean change."""
+    """SGD without dampening and weight decay. It turns the groups' mean change into a round's update."""
 
     lr: float
     momentum: float
@@ -27,10 +27,10 @@ class OuterOptimizer(NamedTuple):
 
 
 def outer_optimizer(ft: FaultTolerance) -> OuterOptimizer:
-    """Return what makes a round's update. "local_sgd" takes the mean of the groups as it is: SGD with LR 1.
+    """Return the outer optimizer. "local_sgd" uses the groups' mean unchanged: SGD with LR 1.
 
-    The momentum is Nesterov's, as in DiLoCo, which compared optimizers and found it best (arXiv 2311.08105, 3.3).
-    Without momentum it is off: torch.optim.SGD refuses that pair.
+    The momentum is Nesterov's, which DiLoCo found best of several (arXiv 2311.08105, 3.3). Without
+    momentum nesterov is False, because torch.optim.SGD refuses nesterov without momentum.
     """
     if ft.semi_sync_method == "diloco":
         return OuterOptimizer(ft.outer_lr, ft.outer_momentum, nesterov=ft.outer_momentum > 0)
@@ -38,31 +38,33 @@ def outer_optimizer(ft: FaultTolerance) -> OuterOptimizer:
 
 
 def num_fragments(ft: FaultTolerance) -> int:
-    """Return how many fragments the model is cut into: 1 without a semi-synchronous method."""
-    return 1 if ft.semi_sync_method is None else len(ft.module_fqns_per_model_fragment) or ft.num_fragments
+    """Return the number of fragments of the model: 1 without a semi-synchronous method."""
+    if ft.semi_sync_method is None:
+        return 1
+    return len(ft.module_fqns_per_model_fragment) or ft.num_fragments
 
 
 def quantizes(ft: FaultTolerance) -> bool:
-    """Say whether the groups exchange their changes in 8 bits."""
+    """Return whether the groups exchange their changes in 8 bits."""
     return ft.semi_sync_method is not None and ft.should_quantize
 
 
 def steps_per_round(ft: FaultTolerance) -> int:
-    """Return how many steps a group makes from one exchange to the next: 1 without a semi-synchronous method."""
+    """Return a group's local steps between two exchanges: 1 without a semi-synchronous method."""
     return 1 if ft.semi_sync_method is None else ft.sync_steps // num_fragments(ft)
 
 
 def unit_of(ft: FaultTolerance) -> str:
-    """Return what the groups count, and a line of the log names: "step", or with a semi-synchronous method "round"."""
+    """Return the unit of commits in log lines: "step", or "round" with a semi-synchronous method."""
     return "step" if ft.semi_sync_method is None else "round"
 
 
-# What a semi-synchronous method wants of other fields, and why.
+# Values of other fields that a semi-synchronous method requires, with the reason.
 _SEMI_SYNC_WANTS = {
-    "batch_policy": ("shrink", "who is absent is known at the end of a round only"),
+    "batch_policy": ("shrink", "absent groups are known only at the end of a round"),
     "lr_policy": ("none", "the steps of a round are each group's own"),
 }
-# What only DiLoCo reads.
+# Fields that only DiLoCo reads.
 _DILOCO_ONLY = (
     "outer_lr",
     "outer_momentum",
@@ -75,8 +77,9 @@ _DILOCO_ONLY = (
 
 
 def rules(ft: FaultTolerance) -> Iterator[Rule]:
-    """Check what only a semi-synchronous method reads, and what it cannot do. Without one nothing of it is looked at,
-    so that torchtitan's TOMLs, which may have these fields, mean the same here. Fields are named without their table.
+    """Yield the rules for a semi-synchronous method. Fields are named without their table.
+
+    Without a method the fields are not checked, because torchtitan's own TOMLs may set them.
     """
     method = ft.semi_sync_method
     if method is None:
@@ -99,14 +102,17 @@ def rules(ft: FaultTolerance) -> Iterator[Rule]:
     for name, (only, reason) in _SEMI_SYNC_WANTS.items():
         rule = f'must be "{only}" with semi_sync_method ({reason})'
         yield getattr(ft, name) == only, name, rule, getattr(ft, name), f'set it to "{only}"'
-    # Whoever is done with its round waits at the lighthouse, for ROUND_JOIN_TIMEOUT_MS.
+    # A group that has finished its round waits at the lighthouse for up to ROUND_JOIN_TIMEOUT_MS.
     hang = ft.hang_timeout_seconds
-    rule, remedy = "must be > 0 with semi_sync_method", "without it a group that hangs is waited for without end"
+    rule, remedy = (
+        "must be > 0 with semi_sync_method",
+        "without a limit the others would wait forever for a group that hangs",
+    )
     yield hang > 0, "hang_timeout_seconds", rule, hang, remedy
 
 
 def _fragment_rules(ft: FaultTolerance) -> Iterator[Rule]:
-    """Check what Streaming DiLoCo reads; that the model has such modules, the worker checks."""
+    """Yield the rules for Streaming DiLoCo. The worker checks that the model has such modules."""
     name = "num_fragments"
     yield ft.num_fragments >= 1, name, "must be >= 1", ft.num_fragments, "1 exchanges the whole model at once"
     modules, number = ft.module_fqns_per_model_fragment, num_fragments(ft)

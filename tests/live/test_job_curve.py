@@ -48,7 +48,7 @@ def read(folder: Path, tag: str = LOSS) -> list[tuple[int, float]]:
 def given(events: Iterable[Event]) -> list[int]:
     """Return the numbers of the steps that are given for events, and of those that are left at the end."""
     steps = JobSteps()
-    return [commit.step for event in events for commit in steps.observe(event)] + [s.step for s in steps.rest()]
+    return [commit.step for event in events for commit in steps.observe(event)] + [s.step for s in steps.finish()]
 
 
 def test_each_step_is_one_point(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_step_is_given_once_another_one_goes_on_from_it() -> None:
     final = build(TrainingFinished, step=2, lineage=f"{2:012x}")
     assert [commit.step for commit in steps.observe(final)] == [2]
     assert steps.observe(build(Drained, step=2, lineage=f"{2:012x}")) == []
-    assert steps.rest() == []
+    assert steps.finish() == []
 
 
 def test_events_that_come_late_are_waited_for() -> None:

@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Where the packaged assets are: configs by name, the corpus, the tokenizer that ``titan_ft://tokenizer`` names."""
+"""Paths of the packaged assets: configs by name, the corpus, and ``titan_ft://tokenizer``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,22 @@ VALIDATION_TEXT = FOLDER / "austen_validation.txt.gz"
 TOKENIZER = FOLDER / "tokenizer"
 
 _ASSETS = {"tokenizer": TOKENIZER}
-# A link in the source tree, which a copy of it may have lost; a folder in a wheel.
-_CONFIGS = next((path for path in (FOLDER.parent / "configs", FOLDER.parents[1] / "configs") if path.is_dir()), FOLDER)
+
+
+def _configs_folder() -> Path:
+    """Return the folder of the packaged configs: `titan_ft/configs` in a wheel."""
+    # In the source tree titan_ft/configs is a link, which a copy of the tree may lack.
+    for parent in (FOLDER.parent, FOLDER.parents[1]):
+        if (parent / "configs").is_dir():
+            return parent / "configs"
+    return FOLDER
+
+
+_CONFIGS = _configs_folder()
 
 
 def resolve(path: str) -> str:
-    """Turn ``titan_ft://NAME`` into the folder of that packaged asset; return any other path as it is.
+    """Return the folder of the packaged asset ``titan_ft://NAME``; other paths are returned unchanged.
 
     Raises:
         ConfigError: no packaged asset has this name.
@@ -36,13 +46,13 @@ def resolve(path: str) -> str:
 
 
 def find_config(given: Path, folder: str = "") -> Path:
-    """Return the TOML that is meant: a path, or the name of one that comes with this package.
+    """Return the path of a TOML, given as a path or as the name of a packaged TOML.
 
     Args:
-        folder: of those that come with the package; "chaos" for plans of faults.
+        folder: folder of the packaged TOMLs; "chaos" for plans of faults.
 
     Raises:
-        ConfigError: it is a name, and there is none of that name; whether a path can be read shows when it is.
+        ConfigError: no packaged TOML has this name. Whether a path can be read is not checked.
     """
     if given.exists() or len(given.parts) != 1:
         return given

@@ -23,19 +23,19 @@ KNOWN = {
     SHUFFLED: assets.TRAIN_TEXT,
     VALIDATION: assets.VALIDATION_TEXT,
 }
-"""Where the text of each is."""
+"""Path of the text of each dataset."""
 NUM_SHARDS = 16
-"""That a stream of the text has, as if it lay in so many files: data ranks and their loaders' workers share them."""
+"""Shards of a streamed text, as if it were that many files. Data ranks and loader workers share them."""
 BUFFER_SIZE = 100
 """Documents in the shuffle buffer of `austen_shuffled`."""
 
 
 def register_datasets() -> None:
-    """Add the packaged texts to torchtitan's ``DATASETS``; its own names stay as they are.
+    """Add the packaged texts to torchtitan's ``DATASETS``, beside its own datasets.
 
-    ``austen`` is in memory, ``austen_streamed`` a stream, ``austen_shuffled`` a stream with a shuffle buffer,
-    ``austen_validation`` another text in memory. ``training.dataset_path`` may name another text file (``.txt`` or
-    ``.txt.gz``), which is cut the same way.
+    ``austen`` and ``austen_validation`` are in memory. ``austen_streamed`` is a stream, and
+    ``austen_shuffled`` a stream with a shuffle buffer. ``training.dataset_path`` may name another
+    text file (``.txt`` or ``.txt.gz``), which is cut into documents the same way.
     """
     # Imported here: importing this module does no work, and torchtitan's import takes seconds.
     from titan_ft.host.titan import DATASETS, DatasetConfig
@@ -47,10 +47,10 @@ def register_datasets() -> None:
 
 
 def load_text(name: str, path: str | None) -> None:
-    """Load the text of one of these datasets, which is there then when it is asked for; of others nothing is known.
+    """Load the text of a packaged dataset ahead of time; other datasets are ignored.
 
     Args:
-        path: of another text file that takes its place.
+        path: another text file to load instead.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -62,8 +62,8 @@ def load_text(name: str, path: str | None) -> None:
 def load_documents(path: str) -> Any:
     """Return the documents of a text file as a ``datasets.Dataset`` in memory: no cache files, no locks.
 
-    It is a map-style dataset, for which torchtitan keeps the exact place of a stream and splits by node in
-    contiguous, disjoint parts.
+    For a map-style dataset torchtitan keeps the exact place, and splits it by node into contiguous,
+    disjoint parts.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -74,9 +74,10 @@ def load_documents(path: str) -> Any:
     return _load(path, status.st_mtime_ns, status.st_size)
 
 
-@functools.lru_cache(maxsize=8)  # each slot has a loader; and forks have it from the process that they are forks of
-def _load(path: str, modified: int, size: int) -> Any:
-    """Cut the text of a file as it is now, which the time of its last change and its size tell."""
+# Cached, because each slot has a loader of its own. Forked workers inherit the cache.
+@functools.lru_cache(maxsize=8)
+def _load(path: str, modified_ns: int, size: int) -> Any:
+    """Cut the text of a file. `modified_ns` and `size` make a changed file another cache entry."""
     import datasets
 
     return datasets.Dataset.from_dict({"text": list(split_documents(read_text(Path(path))))})

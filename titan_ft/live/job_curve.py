@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The job's own curves in TensorBoard: each committed step, or round, once, from the run's events.
+"""The job's curves in TensorBoard: each committed step, or round, once, from the run's events.
 
-The events are the source, and not a group that would write on behalf of all: a step whose writer dies right behind its
-commit is in the events of the others, and a folder with one writer is what TensorBoard reads without losing files.
+A group that wrote the curves for all could die right after a commit, and its step would be missing.
+The events of the other groups have that step. One writer also suits TensorBoard, which loses files
+of a folder with several writers.
 """
 
 from __future__ import annotations
@@ -16,56 +17,59 @@ from titan_ft.run.curve_file import CurveFile
 from titan_ft.run.events import Drained, Event, StepCommitted, TrainingFinished
 
 HOLD_SECONDS = 30.0
-"""So long the others' steps wait for one whose event has not come, as through a network file system."""
+"""Longest wait for a missing step's event, which a network file system may deliver late."""
 MAX_REMEMBERED = 4096
 
 
 class JobSteps:
-    """Follow the job's trajectory through commits: give each step once, in order, as soon as it is certain.
+    """Follows the job's trajectory: returns each committed step once, in order, once it is certain.
 
-    A commit is certain once another one goes on from it, or a group ends with it. Of the two commits that there may be
-    of one step, when an exchange was complete for one group only, the wrong one never comes to that. Where the job goes
-    back to an earlier state, its steps come again.
+    A commit is certain once another commit continues it, or a group ends with its state. If an
+    exchange was complete for one group only, one step may have two commits; the wrong one never
+    becomes certain. If the job goes back to an earlier state, the steps after that state come again.
 
-    This is no part of the fold of a run (`titan_ft.history.fold`). The fold takes the latest commit at once, and the
-    history finds the job's trajectory from its end. Only a file that is written meanwhile has to know what is certain.
+    This is not part of the fold of a run (`titan_ft.history.fold`). The fold uses the latest commit
+    at once, and the history finds the trajectory from its end. Only a file that is written during
+    the run must wait for certainty.
     """
 
     def __init__(self) -> None:
         self._pending: dict[str, StepCommitted] = {}
-        """Commits that are not certain yet, by the state that they made."""
-        self._given: dict[str, None] = {}
-        """The states behind the steps that were given last, in order."""
+        """Commits that are not certain yet, by lineage."""
+        self._returned: dict[str, None] = {}
+        """Lineages of the newest returned steps, in order."""
         self._last: StepCommitted | None = None
 
     def observe(self, event: Event) -> list[StepCommitted]:
-        """Take the next event; return the steps that are certain by it, often none."""
+        """Take in the next event; return the steps that it makes certain."""
         match event:
             case StepCommitted():
                 return self._observe_commit(event)
             case TrainingFinished(lineage=str(final)) | Drained(lineage=str(final)):
-                return self._give(self._chain(final))
+                return self._take_out(self._chain(final))
         return []
 
-    def rest(self) -> list[StepCommitted]:
-        """Return the steps that are left at the end: those that lead to the latest commit."""
-        return self._give(self._chain_to_latest(self._pending.values()))
+    def finish(self) -> list[StepCommitted]:
+        """Return the remaining steps at the end of the run: those that lead to the latest commit."""
+        return self._take_out(self._chain_to_latest(self._pending.values()))
 
     def _observe_commit(self, event: StepCommitted) -> list[StepCommitted]:
-        if event.lineage in self._pending or event.lineage in self._given:
+        if event.lineage in self._pending or event.lineage in self._returned:
             return []
         self._pending[event.lineage] = event
         certain = self._chain(event.parent)
         if certain and self._misses_one(certain[0]):
             if event.time - certain[0].time < HOLD_SECONDS:
                 return []
-            certain = self._chain_to_latest(c for c in self._pending.values() if c.step < certain[0].step) + certain
-        return self._give(certain)
+            earlier = [c for c in self._pending.values() if c.step < certain[0].step]
+            certain = self._chain_to_latest(earlier) + certain
+        return self._take_out(certain)
 
     def _chain(self, lineage: str) -> list[StepCommitted]:
-        """Return the commits that led to a state, oldest first, as far as they are pending."""
+        """Return the pending commits that led to a state, oldest first."""
         chain: list[StepCommitted] = []
-        while (commit := self._pending.get(lineage)) is not None:
+        while lineage in self._pending:
+            commit = self._pending[lineage]
             chain.append(commit)
             lineage = commit.parent
         return chain[::-1]
@@ -75,33 +79,34 @@ class JobSteps:
         return [] if latest is None else self._chain(latest.lineage)
 
     def _misses_one(self, first: StepCommitted) -> bool:
-        """Tell whether there is a step before this one that has not been given, and whose event is still to come."""
-        if self._last is None or first.parent == ROOT or first.parent in self._given:
+        """Return whether a step before `first` is missing, whose event may still come."""
+        if self._last is None or first.parent == ROOT or first.parent in self._returned:
             return False
         return first.step > self._last.step + 1
 
-    def _give(self, certain: list[StepCommitted]) -> list[StepCommitted]:
+    def _take_out(self, certain: list[StepCommitted]) -> list[StepCommitted]:
         for commit in certain:
             del self._pending[commit.lineage]
-            self._given[commit.lineage] = None
+            self._returned[commit.lineage] = None
             self._last = commit
-            if len(self._given) > MAX_REMEMBERED:
-                del self._given[next(iter(self._given))]
+            if len(self._returned) > MAX_REMEMBERED:
+                del self._returned[next(iter(self._returned))]
         if certain:
-            # A commit of that step or an earlier one which came before it is one that nobody went on from.
+            # An older commit of the same or an earlier step is one that no commit continued.
             last = certain[-1]
-            for other in [o for o in self._pending.values() if o.step <= last.step and o.time <= last.time]:
-                del self._pending[other.lineage]
+            for other in list(self._pending.values()):
+                if other.step <= last.step and other.time <= last.time:
+                    del self._pending[other.lineage]
         return certain
 
 
 class JobCurve:
-    """Write the job's curves to a folder, a point of each for every committed step.
+    """Writes the job's curves to a folder, one point for each committed step.
 
     Args:
-        folder: for its files alone; what an earlier launch of the job wrote there stays, up to the step at which this
-            one goes on.
-        report: called with a line when the folder cannot be written, and when it can again.
+        folder: a folder for these files only. Points of an earlier launch stay, up to the step from
+            which this launch goes on.
+        report: called with a line when the folder cannot be written, and when it can be again.
     """
 
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
@@ -112,16 +117,16 @@ class JobCurve:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether points wait, because the folder cannot be written."""
+        """True while points wait because the folder cannot be written."""
         return self._file.is_stalled
 
     def observe(self, event: Event) -> None:
-        """Take the next event of the run; they should come in order of time."""
+        """Take in the next event of the run. Events should come in the order of time."""
         self._write(self._steps.observe(event))
 
     def close(self, seconds: float = 0.0) -> int:
-        """Write what is left; return how many points are lost, after so many seconds of waiting for room."""
-        self._write(self._steps.rest())
+        """Write the remaining points, waiting up to `seconds` for room; return the number of lost points."""
+        self._write(self._steps.finish())
         num_lost = self._file.close(seconds)
         if num_lost:
             self._report(f"{self.folder} still cannot be written: the last {num_lost} points of its curves are lost")
@@ -130,12 +135,12 @@ class JobCurve:
     def _write(self, commits: Iterable[StepCommitted]) -> None:
         for commit in commits:
             anew = self._last is None or commit.step <= self._last.step
-            # Over torchtitan's steps, as a group's own curves and those of a run without this package are.
+            # The axis is torchtitan's step, as in the curves of a group and of plain torchtitan.
             self._file.add(commit.titan_step, self._figures(commit), commit.time, anew=anew)
             self._last = commit
 
     def _figures(self, commit: StepCommitted) -> dict[str, float]:
-        """Return the curves' values, by torchtitan's names where it has one, so that groups and job share a plot."""
+        """Return the values by name. torchtitan's names put group and job into one plot."""
         nan = float("nan")
         figures = {
             "loss_metrics/global_avg_loss": nan if commit.loss is None else commit.loss,

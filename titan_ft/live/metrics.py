@@ -31,15 +31,15 @@ FAILURE_CAUSES = (
     "agent",
 )
 OTHER_CAUSE = "other"
-"""What any other signal or exit code counts as, so that all series are there from the start."""
+"""Label of all other signals and exit codes. So all series exist from the start."""
 HEAL_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
 
 def split_address(bind: str) -> tuple[str, int]:
-    """Split PORT or HOST:PORT; without a host it is the loopback, which other hosts do not reach.
+    """Split PORT or HOST:PORT. Without a host, the loopback address is used.
 
     Raises:
-        ConfigError: it has neither form.
+        ConfigError: `bind` has neither form.
     """
     try:
         host, port = address.split_address(bind if ":" in bind else f"{LOOPBACK}:{bind}")
@@ -54,26 +54,27 @@ def split_address(bind: str) -> tuple[str, int]:
 
 
 class MetricsServer:
-    """Answer Prometheus over HTTP with a run's figures, from a thread of its own.
+    """Serves a run's figures to Prometheus over HTTP, on a thread of its own.
 
-    Each event is counted once; rank 0's events stand for its group's. The figures count from the start of this process:
-    what an earlier launch in the same folder did is not in them.
+    Each event is counted once. Rank 0's events stand for its group. The figures count from the start
+    of this process, without earlier launches in the same folder.
 
     Args:
-        fold: the state of the run. It takes each event before this does.
-        port: where to listen; 0 chooses a free one.
-        host: address of this host to listen at. Whoever reaches it can read the figures, so the default is the
-            loopback; a Prometheus on another host needs "0.0.0.0" or the address of one network.
-        run: what tells this run from others, as labels of `titan_ft_run_info`.
+        fold: the state of the run. It must take each event before `observe` does.
+        port: port to listen at; 0 = a free port.
+        host: address to listen at. The figures are not protected, so the default is the loopback. A
+            Prometheus on another host needs "0.0.0.0" or the address of one network.
+        run: labels of `titan_ft_run_info`, which name this run.
 
     Raises:
-        ConfigError: nothing can listen there.
+        ConfigError: the address cannot be used.
     """
 
     def __init__(self, fold: RunFold, port: int, host: str = LOOPBACK, run: Mapping[str, str] | None = None) -> None:
         from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 
-        disable_created_metrics()  # a series of its own for each counter, which nobody asks for
+        # Without this call each counter has a second series with its time of creation.
+        disable_created_metrics()
         registry = CollectorRegistry()
         self._define_metrics(registry)
         own = versions()
@@ -81,7 +82,7 @@ class MetricsServer:
         self._run.info(dict(run or {}))
         self._fold = fold
         self._counted: Counter[tuple[str, ...]] = Counter()
-        """What the totals of the fold were at the last event, by metric and labels."""
+        """Totals of the fold at the last event, by metric and labels."""
         self._shown: Groups = {}
         self._differing_steps: set[int] = set()
         try:
@@ -101,7 +102,7 @@ class MetricsServer:
         return cls(fold, port, host, run)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._server.close()
 
     def _define_metrics(self, registry: CollectorRegistry) -> None:
@@ -122,7 +123,7 @@ class MetricsServer:
         self._target = gauge("target_step", f"torchtitan's step that is to be the last one{unknown}")
         self._last_commit = gauge("last_commit_timestamp_seconds", f"Unix time of that step's commit{unknown}")
         for figure in (self._loss, self._grad_norm, self._lr, self._target, self._last_commit):
-            figure.set(float("nan"))  # before the first step
+            figure.set(float("nan"))
         self._participants = gauge("participants", "Groups that contributed to that step.")
         self._groups = gauge("groups", "Groups that the run should have.")
         self._state = gauge("group_state", "1 for the state that the group is in, else 0.", ("replica", "state"))
@@ -158,13 +159,13 @@ class MetricsServer:
         group = None if event.replica is None else self._fold.groups.get(event.replica)
         if group is not None and group.failed_by is event:
             self._count_failure(group.failed_by)
-        # These are counts of events; nothing else asks for them.
+        # The fold does not count these events, because no other view needs them.
         is_first_rank = not event.rank
         match event:
             case ev.StepCommitted() if event.wire_bytes is not None:
                 self._sent_bytes.labels(str(event.replica)).inc(event.wire_bytes)
             case ev.ChaosStarted():
-                self._begin_faults()
+                self._create_fault_series()
             case ev.HealFinished():
                 self._heal_bytes.labels(str(event.replica)).inc(event.bytes)
                 if is_first_rank:
@@ -178,7 +179,7 @@ class MetricsServer:
                 self._saved.inc()
 
     def _count_totals(self) -> None:
-        """Count what the totals of the run have grown by since the last event."""
+        """Add the growth of the run's totals since the last event to the counters."""
         fold = self._fold
         steps = fold.steps
         if fold.target is not None:
@@ -197,21 +198,22 @@ class MetricsServer:
                 self._count("restarts", self._restarts, others, str(slot), "false")
 
     def _count(self, name: str, metric: PrometheusCounter, total: int, *labels: str) -> None:
-        """Let a counter grow by what a total has grown by; a new launch begins the total anew."""
+        """Add the growth of a total to a counter. A total that fell was reset by a new launch."""
         key = (name, *labels)
         before = self._counted[key]
         if total == before:
             return
         self._counted[key] = total
         grown = total - before if total > before else total
-        (metric.labels(*labels) if labels else metric).inc(grown)
+        series = metric.labels(*labels) if labels else metric
+        series.inc(grown)
 
     def update(self, groups: Groups, num_groups: int | None = None) -> None:
-        """Set what is known of the groups; called often.
+        """Set the series of the groups. Called often.
 
         Args:
-            groups: those that are shown; the state of a group that was shown and is not among them goes.
-            num_groups: groups of the run, where these are not all of them.
+            groups: the groups to show. The series of other groups are removed.
+            num_groups: number of groups of the run; None = all are in `groups`.
         """
         self._groups.set(len(groups) if num_groups is None else num_groups)
         for replica in self._shown.keys() - groups.keys():
@@ -223,14 +225,14 @@ class MetricsServer:
             if self._shown.get(replica) == group:
                 continue
             if replica not in self._shown:
-                self._begin_group(str(replica))
+                self._create_group_series(str(replica))
             self._shown[replica] = group
             self._own_seconds.labels(str(replica)).set(_known(group.own_seconds))
             for state in status.STATES:
                 self._state.labels(str(replica), state).set(group.state == state)
 
-    def _begin_group(self, replica: str) -> None:
-        """Let a group's counters begin with 0: one that shows up with its first event has no increase to be seen."""
+    def _create_group_series(self, replica: str) -> None:
+        """Create a group's counters with 0. Prometheus sees no increase in a series that starts at 1."""
         for metric in (self._heals, self._heal_bytes, self._sent_bytes):
             metric.labels(replica)
         for standby in ("false", "true"):
@@ -238,9 +240,10 @@ class MetricsServer:
         for cause in (*FAILURE_CAUSES, OTHER_CAUSE):
             self._failures.labels(replica, cause)
 
-    def _begin_faults(self) -> None:
-        """Let the counters of all kinds of faults begin with 0, now that there will be some."""
-        from titan_ft.faults.catalogue import FAULTS  # a run that nobody breaks loads nothing of what breaks runs
+    def _create_fault_series(self) -> None:
+        """Create the counters of all faults with 0."""
+        # Imported here: a run without faults does not load the code of faults.
+        from titan_ft.faults.catalogue import FAULTS
 
         for fault in FAULTS:
             self._faults.labels(fault)
@@ -249,13 +252,18 @@ class MetricsServer:
         self._step.set(commit.titan_step)
         self._last_commit.set(commit.time)
         self._participants.set(len(commit.participants))
-        for gauge, value in ((self._loss, commit.loss), (self._grad_norm, commit.grad_norm), (self._lr, commit.lr)):
-            gauge.set(_known(value))
+        self._loss.set(_known(commit.loss))
+        self._grad_norm.set(_known(commit.grad_norm))
+        self._lr.set(_known(commit.lr))
 
     def _count_failure(self, event: ev.GroupEvent) -> None:
-        """Count the end of an attempt that was none in order; its other ranks die of it."""
-        cause = (event.cause or "") if isinstance(event, ev.WorkerExited) else "agent"
-        self._failures.labels(str(event.replica), cause if cause in FAILURE_CAUSES else OTHER_CAUSE).inc()
+        """Count the failure of an attempt once, by the first rank or agent that failed."""
+        cause = "agent"
+        if isinstance(event, ev.WorkerExited):
+            cause = event.cause or ""
+        if cause not in FAILURE_CAUSES:
+            cause = OTHER_CAUSE
+        self._failures.labels(str(event.replica), cause).inc()
 
 
 def _known(value: float | None) -> float:
