@@ -152,7 +152,7 @@ def load_value(file: io.BytesIO) -> Any:
 
 
 def find_refusal(value: Any) -> str:
-    """Return why `load_value` refuses a value that `torch.save` has written; empty = it does not."""
+    """Return why `load_value` refuses a value that `torch.save` wrote; empty = it does not."""
     try:
         if set(_kinds_in(value)) <= _PLAIN | {bytes}:
             return ""  # nearly always: 1.4 us a value, where a pickle to be read back takes 300

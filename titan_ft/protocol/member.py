@@ -25,7 +25,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from titan_ft.protocol.errors import ConfigMismatchError, ForeignMemberError, ReplacedError, UnknownTokenError
+from titan_ft.protocol.errors import (
+    ConfigMismatchError,
+    ForeignMemberError,
+    ReplacedError,
+    UnknownTokenError,
+)
 from titan_ft.protocol.shape import Difference, shape_differences
 from titan_ft.system.seal import is_seal, seal
 from titan_ft.system.text import printable
@@ -258,7 +263,8 @@ def admit(own: Member, replica_ids: Iterable[str], *, is_first: bool = False) ->
         is_first: the quorum is the first one of `own`.
 
     Raises:
-        UnknownTokenError: in its first quorum, `own` would begin alone beside groups of another token.
+        UnknownTokenError: in its first quorum, `own` would start alone beside groups of another
+            token.
         ForeignMemberError: the lighthouse serves another job, which was there first.
         ConfigMismatchError: the oldest member of the job has another config or shape than `own`.
         ReplacedError: the group of `own` was started again elsewhere.
@@ -395,9 +401,10 @@ def _check_token(own: Member, groups: Sequence[Member], unsealed: Iterable[str])
         if not name.startswith(_PREFIX + _ID_SEPARATOR):
             continue
         raise UnknownTokenError(
-            "this group and those at the lighthouse must have the same TITAN_FT_TOKEN and version of "
-            f"titan_ft, got {printable(name, _NAME_LETTERS)} with a seal of another TITAN_FT_TOKEN or "
-            "version; give all groups of a run the same ones, or each job a lighthouse of its own"
+            "this group and those at the lighthouse must have the same TITAN_FT_TOKEN and version "
+            f"of titan_ft, got {printable(name, _NAME_LETTERS)} with a seal of another "
+            "TITAN_FT_TOKEN or version; give all groups of a run the same ones, or each job a "
+            "lighthouse of its own",
         )
 
 
