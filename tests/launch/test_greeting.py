@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from titan_ft.launch.greeting import HOLD, MAX_BYTES, Admission, Greeting
+from titan_ft.launch.greeting import HOLD, MAX_BYTES, Greeting, Reception
 from titan_ft.system.seal import lighthouse_secret
 
 SECRET = lighthouse_secret("0123456789abcdef")
@@ -69,18 +69,18 @@ def test_a_member_passes(first: int, huffman: bool) -> None:
     """The secret may be Huffman-coded or not, be put into the dynamic table or not, and stand anywhere in the block."""
     shown = authority(SECRET, first, huffman)
     for block in (METHOD + SCHEME + shown + PATH, shown, b"\x3f\xe1\x1f" + METHOD + PATH + shown):
-        assert GREETING.judge(hello(block)) is Admission.PASS
-        assert GREETING.judge(hello(block) + b"what follows") is Admission.PASS
+        assert GREETING.judge(hello(block)) is Reception.PASS
+        assert GREETING.judge(hello(block) + b"what follows") is Reception.PASS
     padded = bytes([3]) + bytes(5) + shown + bytes(3)
-    assert GREETING.judge(hello(padded, 0x4 | 0x8 | 0x20)) is Admission.PASS
+    assert GREETING.judge(hello(padded, 0x4 | 0x8 | 0x20)) is Reception.PASS
 
 
 def test_a_member_passes_in_pieces_of_any_size() -> None:
     """No piece is judged too early."""
     whole = hello(METHOD + SCHEME + authority(SECRET) + PATH)
     for size in range(len(whole)):
-        assert GREETING.judge(whole[:size]) is Admission.MORE
-    assert GREETING.judge(whole) is Admission.PASS
+        assert GREETING.judge(whole[:size]) is Reception.MORE
+    assert GREETING.judge(whole) is Reception.PASS
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_member_passes_in_pieces_of_any_size() -> None:
 )
 def test_a_stranger_is_refused(shown: bytes) -> None:
     """Whatever is shown as :authority, and wherever the secret stands otherwise."""
-    assert GREETING.judge(hello(METHOD + shown + PATH)) is Admission.REFUSE
+    assert GREETING.judge(hello(METHOD + shown + PATH)) is Reception.REFUSE
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_stranger_is_refused(shown: bytes) -> None:
 )
 def test_no_greeting(received: bytes) -> None:
     """Frames that no client begins with, integers without an end, TLS, another protocol: refused at once."""
-    assert GREETING.judge(received) is Admission.REFUSE
+    assert GREETING.judge(received) is Reception.REFUSE
 
 
 def request(
@@ -140,10 +140,10 @@ def request(
 
 def test_readers_of_the_page() -> None:
     """With the secret a page is given, or the connection is held; nothing else, and never a second request."""
-    assert GREETING.judge(request()) is Admission.PASS
-    assert GREETING.judge(request("GET / HTTP/1.1")) is Admission.PASS
-    assert GREETING.judge(request(f"GET {HOLD} HTTP/1.1")) is Admission.HOLD
-    assert GREETING.judge(request()[:-1]) is Admission.MORE
+    assert GREETING.judge(request()) is Reception.PASS
+    assert GREETING.judge(request("GET / HTTP/1.1")) is Reception.PASS
+    assert GREETING.judge(request(f"GET {HOLD} HTTP/1.1")) is Reception.HOLD
+    assert GREETING.judge(request()[:-1]) is Reception.MORE
     refused = [
         request(bearer="0" * 32),
         request(bearer=""),
@@ -159,7 +159,7 @@ def test_readers_of_the_page() -> None:
         b"GET /" + b"x" * MAX_BYTES,
     ]
     for received in refused:
-        assert GREETING.judge(received) is Admission.REFUSE, received
+        assert GREETING.judge(received) is Reception.REFUSE, received
 
 
 def test_no_bytes_raise_or_pass() -> None:
@@ -179,9 +179,9 @@ def test_no_bytes_raise_or_pass() -> None:
                     fuzzed[place:place] = chance.randbytes(chance.randrange(1, 20))
             if len(fuzzed) <= len(PREFACE) + 1:
                 break
-        admission = GREETING.judge(bytes(fuzzed))
-        assert admission in (Admission.REFUSE, Admission.MORE)
-        if admission is Admission.MORE:
-            assert GREETING.judge(bytes(fuzzed) + bytes(MAX_BYTES)) is Admission.REFUSE
+        reception = GREETING.judge(bytes(fuzzed))
+        assert reception in (Reception.REFUSE, Reception.MORE)
+        if reception is Reception.MORE:
+            assert GREETING.judge(bytes(fuzzed) + bytes(MAX_BYTES)) is Reception.REFUSE
         judged = Greeting(SECRET).judge(chance.randbytes(chance.randrange(200)))
-        assert judged is not Admission.PASS
+        assert judged is not Reception.PASS

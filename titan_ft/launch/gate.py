@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from titan_ft.launch.greeting import MAX_BYTES, Admission, Greeting
+from titan_ft.launch.greeting import MAX_BYTES, Greeting, Reception
 
 MAX_UNKNOWN = 512
 """Connections that have not shown the secret. For one more, the oldest is closed."""
@@ -193,14 +193,14 @@ class Gate:
             self._drop(end)
             return
         end.received += block
-        admission = self._greeting.judge(end.received)
-        if admission is Admission.REFUSE:
+        reception = self._greeting.judge(end.received)
+        if reception is Reception.REFUSE:
             if end.received.startswith(b"GET "):
                 with contextlib.suppress(OSError):  # it is closed in any case
                     end.socket.send(FORBIDDEN)
             self._refuse(end, "no_secret")
-        elif admission is not Admission.MORE:
-            self._welcome(end, holds=admission is Admission.HOLD)
+        elif reception is not Reception.MORE:
+            self._welcome(end, holds=reception is Reception.HOLD)
 
     def _welcome(self, end: _End, *, holds: bool) -> None:
         del self._unknown[end]

@@ -51,7 +51,7 @@ _HUFFMAN = {
 _PATHS = (b"/", b"/status", HOLD.encode())
 
 
-class Admission(enum.Enum):
+class Reception(enum.Enum):
     """What becomes of a connection."""
 
     MORE = "more"
@@ -79,51 +79,51 @@ class Greeting:
         self._last_bits = bits[8 * whole :]
         self._bearer = f"Bearer {secret}".encode()
 
-    def judge(self, received: bytes) -> Admission:
+    def judge(self, received: bytes) -> Reception:
         """Judge all bytes that a connection has sent until now."""
         begins_http2 = _PREFACE.startswith(received[: len(_PREFACE)])
         if not begins_http2 and not b"GET ".startswith(received[:4]):
-            return Admission.REFUSE
+            return Reception.REFUSE
         try:
-            admission = self._judge_frames(received) if begins_http2 else self._judge_request(received)
+            reception = self._judge_frames(received) if begins_http2 else self._judge_request(received)
         except (IndexError, ValueError):  # no HTTP
-            return Admission.REFUSE
-        if admission is Admission.MORE and len(received) >= MAX_BYTES:
-            return Admission.REFUSE
-        return admission
+            return Reception.REFUSE
+        if reception is Reception.MORE and len(received) >= MAX_BYTES:
+            return Reception.REFUSE
+        return reception
 
-    def _judge_request(self, received: bytes) -> Admission:
+    def _judge_request(self, received: bytes) -> Reception:
         """Judge an HTTP/1 request. Only GET of few paths passes, once a connection: the lighthouse's POST kills."""
         head, end, rest = received.partition(b"\r\n\r\n")
         if not end:
-            return Admission.MORE
+            return Reception.MORE
         request, *lines = head.split(b"\r\n")
         _, path, _ = request.split(b" ")
         fields = dict(_split_field(line) for line in lines)
         shown = hmac.compare_digest(fields.get(b"authorization", b""), self._bearer)
         if not shown or rest or path not in _PATHS or fields.get(b"connection", b"").lower() != b"close":
-            return Admission.REFUSE
-        return Admission.HOLD if path == HOLD.encode() else Admission.PASS
+            return Reception.REFUSE
+        return Reception.HOLD if path == HOLD.encode() else Reception.PASS
 
-    def _judge_frames(self, received: bytes) -> Admission:
+    def _judge_frames(self, received: bytes) -> Reception:
         """Judge HTTP/2: the preface, settings, then the headers of a request."""
         start = len(_PREFACE)
         # Without a limit, a stranger's many empty frames would be read again for each byte that
         # arrives, and the members would wait meanwhile.
         for _ in range(_MAX_FRAMES):
             if len(received) < start + _FRAME_HEADER:
-                return Admission.MORE
+                return Reception.MORE
             length = int.from_bytes(received[start : start + 3], "big")
             kind, flags = received[start + 3], received[start + 4]
             if length > MAX_BYTES or kind not in (_HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE):
-                return Admission.REFUSE
+                return Reception.REFUSE
             body = received[start + _FRAME_HEADER : start + _FRAME_HEADER + length]
             if len(body) < length:
-                return Admission.MORE
+                return Reception.MORE
             if kind == _HEADERS:
-                return Admission.PASS if self._is_member(body, flags) else Admission.REFUSE
+                return Reception.PASS if self._is_member(body, flags) else Reception.REFUSE
             start += _FRAME_HEADER + length
-        return Admission.REFUSE
+        return Reception.REFUSE
 
     def _is_member(self, body: bytes, flags: int) -> bool:
         if not flags & _END_HEADERS:
