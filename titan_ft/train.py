@@ -183,7 +183,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
     if job_config.fault_tolerance.enable:
         from titan_ft.trainer import ReplicaTrainer
         from titan_ft.training.curves import wandb_environment
-        from titan_ft.training.worker import Launch
+        from titan_ft.training.worker import WorkerSetup
 
         check_ranks(job_config, int(environ["WORLD_SIZE"]))
         if job_config.fault_tolerance.process_group == "nccl":  # before CUDA, or a communicator, reads it
@@ -198,7 +198,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         own_host = job_config.fault_tolerance.advertise_address or "localhost"  # else the route to the lighthouse
         check_token(token, is_local=is_loopback(lighthouse) and is_loopback(join_address(own_host, 0)))
         os.environ.pop(TOKEN_ENV, None)  # what a worker starts, such as a loader, has no use for it
-        launch = Launch(
+        launch = WorkerSetup(
             rank=int(environ["RANK"]),
             store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])),
             lighthouse=lighthouse,

@@ -47,7 +47,7 @@ from titan_ft.training.links import Links, connect_control
 from titan_ft.training.local_training import LocalTraining, loss_group
 from titan_ft.training.step_log import StepLog
 from titan_ft.training.validation import share_loss, validate_together, validate_updates
-from titan_ft.training.worker import Launch, begin_events
+from titan_ft.training.worker import WorkerSetup, begin_events
 
 if TYPE_CHECKING:
     from titan_ft.chaos.inside.agent import ChaosAgent
@@ -60,7 +60,7 @@ class ReplicaTrainer(HostTrainer):
         ReplicaError: a known end of this group's part in the run; the message says what to do.
     """
 
-    launch: Launch  # set by titan_ft.train on the subclass that it runs
+    launch: WorkerSetup  # set by titan_ft.train on the subclass that it runs
     step: int
     ntokens_seen: int
     _links: Links

@@ -15,7 +15,7 @@ from titan_ft.history.fold.run import RunFold
 from titan_ft.launch import agent_keeper
 from titan_ft.launch.agent_keeper import FROZEN_SECONDS, AgentKeeper
 from titan_ft.launch.group.children import Child
-from titan_ft.launch.restart_policy import AGENT_CRASHED_CODE, AttemptEnd, GiveUp, RestartPolicy
+from titan_ft.launch.restart_policy import AGENT_CRASHED_CODE, AttemptEnd, NoRestart, RestartPolicy
 from titan_ft.run.events import AgentEnded, Event
 from titan_ft.run.paths import RunPaths
 
@@ -38,7 +38,7 @@ class Agent:
 class Policy(RestartPolicy):
     """A policy that keeps what it was asked."""
 
-    def decide(self, end: AttemptEnd) -> float | GiveUp:
+    def decide(self, end: AttemptEnd) -> float | NoRestart:
         self.ends = [*getattr(self, "ends", []), end]
         return super().decide(end)
 

@@ -15,9 +15,9 @@ import pytest
 
 from titan_ft.launch.group import agent, follower
 from titan_ft.launch.group.agent import GroupSpec, _Main
+from titan_ft.launch.group.agent_connection import Start
 from titan_ft.launch.group.follower import Follower
 from titan_ft.launch.group.hosts import Hosts
-from titan_ft.launch.group.line import Start
 from titan_ft.launch.group.worker_group import MeetingPoint, PlainStarter, Share, WorkerGroup
 from titan_ft.system.stop import StopRequests
 

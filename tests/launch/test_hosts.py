@@ -22,8 +22,8 @@ from torch.distributed import TCPStore
 
 from tests.launch.forked import children
 from titan_ft.launch.group import hosts
+from titan_ft.launch.group.agent_connection import GONE_SECONDS, AgentConnection, Hello
 from titan_ft.launch.group.hosts import GroupWorkers, Hosts, claim
-from titan_ft.launch.group.line import GONE_SECONDS, Hello, Line
 from titan_ft.launch.group.worker_group import Share
 
 WAIT = "while not (paths.root / f'go-{attempt}').exists(): __import__('time').sleep(0.02)\n"
@@ -255,7 +255,7 @@ def test_a_host_that_does_not_end_its_workers_is_named(monkeypatch: pytest.Monke
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = Hosts(listener, 2, "secret", 3, said.append)
-        follower = Line(socket.create_connection(listener.getsockname()), "secret", 3, leads=False)
+        follower = AgentConnection(socket.create_connection(listener.getsockname()), "secret", 3, leads=False)
         follower.send(Hello("n1", 1))
         deadline = time.monotonic() + 10.0
 

@@ -26,7 +26,7 @@ from titan_ft.launch.restart_policy import (
     WINDOW_SECONDS,
     AttemptEnd,
     CommonEnd,
-    GiveUp,
+    NoRestart,
     RestartPolicy,
     backoff_seconds,
     has_trained,
@@ -54,9 +54,9 @@ def raised(text: str, **fields: Any) -> AttemptEnd:
     return replace(FAILED, error=WorkerError(text, transient=False, time=0.0), **fields)
 
 
-def reason(decision: float | GiveUp) -> str:
+def reason(decision: float | NoRestart) -> str:
     """Return why a group is given up."""
-    assert isinstance(decision, GiveUp)
+    assert isinstance(decision, NoRestart)
     return decision.reason
 
 
@@ -87,7 +87,7 @@ def test_restarts_are_limited() -> None:
     policy = RestartPolicy(max_restarts=2)
     decisions = [policy.decide(replace(KILLED, alive_seconds=100.0, committed=True)) for _ in range(3)]
     assert decisions[:2] == [0.0, 0.0]
-    assert decisions[2] == GiveUp(RESTARTS, "no restart left (--max-restarts 2 within 24 hours)")
+    assert decisions[2] == NoRestart(RESTARTS, "no restart left (--max-restarts 2 within 24 hours)")
 
 
 def test_restarts_long_ago_do_not_count() -> None:
@@ -99,7 +99,7 @@ def test_restarts_long_ago_do_not_count() -> None:
             now = day * WINDOW_SECONDS + hour * 3600.0
             assert isinstance(policy.decide(replace(KILLED, committed=True)), float), (day, hour)
     now += 1.0
-    assert isinstance(policy.decide(replace(KILLED, committed=True)), GiveUp)
+    assert isinstance(policy.decide(replace(KILLED, committed=True)), NoRestart)
 
 
 def test_restarts_without_a_commit_come_to_an_end() -> None:
@@ -127,7 +127,7 @@ def test_the_same_exception_again_and_again() -> None:
     assert isinstance(policy.decide(KILLED), float)
     assert isinstance(policy.decide(raised("KeyError: 'nope' at 0x7f9c of pid 4711")), float)
     decision = policy.decide(raised("KeyError: 'nope' at 0x1 of pid 7"))
-    assert decision == GiveUp(CRASH_LOOP, "the same exception 3 times in a row, and no step committed between")
+    assert decision == NoRestart(CRASH_LOOP, "the same exception 3 times in a row, and no step committed between")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_the_same_end_without_an_exception(code: int, name: str) -> None:
     for between in (end, KILLED, end):
         assert isinstance(policy.decide(between), float)
     expected = f"the same end ({name}) 3 times in a row, and no step committed between"
-    assert policy.decide(end) == GiveUp(CRASH_LOOP, expected)
+    assert policy.decide(end) == NoRestart(CRASH_LOOP, expected)
 
 
 @pytest.mark.parametrize("code", [0, *(-s for s in signal.valid_signals() - OWN_SIGNALS if s < signal.SIGRTMIN)])
@@ -156,7 +156,7 @@ def test_an_end_from_outside_never_counts(code: int) -> None:
     assert kind_of_end(code, None) == ""
     policy = RestartPolicy(max_restarts=1000)
     assert all(isinstance(policy.decide(replace(KILLED, code=code)), float) for _ in range(1000))
-    assert isinstance(policy.decide(replace(KILLED, code=code)), GiveUp)
+    assert isinstance(policy.decide(replace(KILLED, code=code)), NoRestart)
 
 
 @pytest.mark.parametrize("status", [128 + signal.SIGKILL, 128 + signal.SIGTERM])
@@ -185,7 +185,7 @@ def test_a_suspected_host_is_left_before_a_group_is_given_up() -> None:
     crash = replace(FAILED, code=-signal.SIGSEGV)
     for deaths, most in ((0, MAX_SAME_ENDS), (1, MAX_SAME_ENDS), (5, 6)):
         policy = RestartPolicy(max_restarts=100, host_deaths=deaths)
-        number = next(number for number in count(1) if isinstance(policy.decide(crash), GiveUp))
+        number = next(number for number in count(1) if isinstance(policy.decide(crash), NoRestart))
         assert number == most
     policy = RestartPolicy(max_restarts=100, host_deaths=5)
     assert [isinstance(policy.decide(raised("E: a")), float) for _ in range(3)] == [True, True, False]
@@ -241,7 +241,7 @@ def test_causes_in_turn(causes: list[AttemptEnd], between: AttemptEnd | None) ->
         assert isinstance(policy.decide(end), float), number
         assert between is None or isinstance(policy.decide(between), float)
     decision = policy.decide(causes[5 % len(causes)])
-    assert decision == GiveUp(CRASH_LOOP, "6 ends of its own in a row, without progress")
+    assert decision == NoRestart(CRASH_LOOP, "6 ends of its own in a row, without progress")
 
 
 def test_causes_in_turn_after_the_same_step() -> None:
@@ -262,7 +262,7 @@ def test_a_commit_begins_the_row_anew() -> None:
     policy = RestartPolicy(max_restarts=100)
     for end in (raised("E: a"), raised("E: a"), replace(KILLED, committed=True), raised("E: a"), raised("E: a")):
         assert isinstance(policy.decide(end), float)
-    assert isinstance(policy.decide(raised("E: a")), GiveUp)
+    assert isinstance(policy.decide(raised("E: a")), NoRestart)
 
 
 class Clock:
@@ -291,8 +291,8 @@ def test_a_dead_network_before_the_first_step(ends_at: list[float], given_up_at:
     for moment in ends_at:
         clock.now = begin + moment
         decision = policy.decide(replace(AWAY, alive_seconds=ends_at[0]))
-        assert isinstance(decision, GiveUp) == (moment == given_up_at), moment
-    assert isinstance(decision, GiveUp)
+        assert isinstance(decision, NoRestart) == (moment == given_up_at), moment
+    assert isinstance(decision, NoRestart)
     assert decision.cause == NETWORK
     assert decision.reason == f"{len(ends_at)} network errors within {given_up_at} s, and no step committed"
 

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from titan_ft.training.checkpoint.damage import Failure, classify, find_defect
+from titan_ft.training.checkpoint.damage import LoadFailure, classify, find_defect
 from titan_ft.training.checkpoint.reader import CheckpointPlanner, CheckpointReader, UnsafeValueError, check_values
 
 
@@ -160,7 +160,7 @@ def test_a_class_that_is_refused_is_no_damage(tmp_path: Path) -> None:
     save(tmp_path / "step-1", extra=[collections.deque([1])])
     with pytest.raises(CheckpointException) as caught:
         load(tmp_path / "step-1", {"extra": [None]})
-    assert classify(caught.value) == (Failure.UNSAFE, "collections.deque at extra")
+    assert classify(caught.value) == (LoadFailure.UNSAFE, "collections.deque at extra")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from titan_ft.launch.group.children import Child
 from titan_ft.launch.restart_policy import (
     AGENT_CRASHED_CODE,
     AttemptEnd,
-    GiveUp,
+    NoRestart,
     RestartPolicy,
 )
 from titan_ft.run.error_file import WorkerError
@@ -233,7 +233,7 @@ class AgentKeeper:
             step=step,
         )
         decision = self._policy.decide(end)
-        ended = self._describe_end(code, restarts=not isinstance(decision, GiveUp))
+        ended = self._describe_end(code, restarts=not isinstance(decision, NoRestart))
         self._carry_out(decision, ended)
 
     def _kill_if_frozen(self) -> None:
@@ -257,18 +257,18 @@ class AgentKeeper:
         # exit status, and 1 stands for any failure.
         error = WorkerError(self._start_error, transient=True, time=time.time())
         decision = self._policy.decide(AttemptEnd(code=1, alive_seconds=0.0, error=error))
-        ended = self._describe_failed_start(restarts=not isinstance(decision, GiveUp))
+        ended = self._describe_failed_start(restarts=not isinstance(decision, NoRestart))
         self._start_error = ""
         self._carry_out(decision, ended)
 
-    def _carry_out(self, decision: float | GiveUp, ended: AgentEnded) -> None:
+    def _carry_out(self, decision: float | NoRestart, ended: AgentEnded) -> None:
         """Announce an end, and plan the restart or announce that the group is given up.
 
         Args:
             decision: seconds until the restart, or why there is none.
         """
         self._announce(ended)
-        if isinstance(decision, GiveUp):
+        if isinstance(decision, NoRestart):
             self._is_over = True
             self._announce_give_up(decision.cause, f"{ended.reason}; {decision.reason}", error=ended.reason)
         else:

@@ -59,7 +59,7 @@ LOST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class _End:
+class _RunEnd:
     """The end of a launch."""
 
     code: int
@@ -141,7 +141,7 @@ class LocalRun:
         """
         self._tail = EventTail(self.plan.paths.events)
         self.view = LaunchView(self.status, self.plan.paths.launch_log)
-        end = _End(1, "the launcher failed", own_failure=True)
+        end = _RunEnd(1, "the launcher failed", own_failure=True)
         try:
             end = self._run()
         finally:
@@ -174,7 +174,7 @@ class LocalRun:
         for line in describe_stop(self.status, command, saves=self.plan.saves, drain_seconds=drain):
             self.view.note(line)
 
-    def _run(self) -> _End:
+    def _run(self) -> _RunEnd:
         plan = self.plan
         started = LaunchStarted(
             replicas=plan.num_replicas,
@@ -303,7 +303,7 @@ class LocalRun:
                 self.view.line(f"{name} cannot be forked, and imports everything itself ({self.plan.paths.zygote_log})")
         return self._children.start(name, [sys.executable, "-m", AGENT, *args], log)
 
-    def _watch(self) -> _End:
+    def _watch(self) -> _RunEnd:
         """Follow the run to its end."""
         while True:
             codes = {replica: agent.code for replica, agent in self._agents.items()}
@@ -323,10 +323,10 @@ class LocalRun:
                 # All groups read the same file: the others would only wait for each other.
                 mistake = self._mistake or f"the configuration is wrong; see {self.plan.paths.root / 'logs'}"
                 self.view.refuse(mistake)
-                return _End(CONFIG_ERROR_CODE, mistake)
+                return _RunEnd(CONFIG_ERROR_CODE, mistake)
             if self._hopeless:
                 self.view.error(f"{self._hopeless}; starting again does not help: all groups are stopped")
-                return _End(1, self._hopeless)
+                return _RunEnd(1, self._hopeless)
             self._replace_failed(codes)
             if None not in codes.values():
                 return self._finished()
@@ -452,38 +452,38 @@ class LocalRun:
                 self._announce(SpareTookOver(replica=replica, attempt=attempt))
                 codes[replica] = None
 
-    def _finished(self) -> _End:
+    def _finished(self) -> _RunEnd:
         failed = [replica for replica, agent in self._agents.items() if agent.code != 0]
         if failed:
             reason = f"{len(failed)} of {self.plan.num_replicas} groups failed: {', '.join(map(str, failed))}"
             self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
-            return _End(1, reason)
+            return _RunEnd(1, reason)
         drained = [slot for slot, state in self.status.states.items() if state == status.DRAINED]
         reason = "all groups finished"
         if drained:
             reason = f"all groups finished or left (left: {', '.join(map(str, drained))})"
         self.view.line(f"{reason}; see titan-ft report {self.plan.paths.root}")
-        return _End(0, reason)
+        return _RunEnd(0, reason)
 
-    def _interrupted(self) -> _End:
+    def _interrupted(self) -> _RunEnd:
         self._begin_to_drain(self.stop.asked_by, "stopping all groups", "again")
         return self._stopped()
 
-    def _stopped(self) -> _End:
-        return _End(self.stop.status, f"stopped by {self.stop.asked_by}")
+    def _stopped(self) -> _RunEnd:
+        return _RunEnd(self.stop.status, f"stopped by {self.stop.asked_by}")
 
-    def _end_in_time(self) -> _End:
+    def _end_in_time(self) -> _RunEnd:
         """End the run that has had its time; whether that is a success shows when its groups have left."""
         self._time_is_up = True
         self._begin_to_drain("its time is up", f"--minutes ({self.plan.options.minutes:g}) are over", "Ctrl-C")
-        return _End(0, "its time is up")
+        return _RunEnd(0, "its time is up")
 
     def _begin_to_drain(self, reason: str, text: str, how_to_hurry: str) -> None:
         limit = self.plan.drain_seconds
         self._events.emit(LaunchStopping(reason=reason, drain_seconds=limit))
         self.view.line(f"{text}: draining for {limit:g} s at most ({how_to_hurry} to kill them at once)")
 
-    def _judge_leaving(self) -> _End:
+    def _judge_leaving(self) -> _RunEnd:
         """Return the end of a run that ended in time.
 
         By the exit status of each group: on a full disk its last event comes late, or never.
@@ -491,18 +491,18 @@ class LocalRun:
         late = [replica for replica, agent in self._agents.items() if agent.code != 0]
         if not late:
             self.view.line(f"all groups left; see titan-ft report {self.plan.paths.root}")
-            return _End(0, "all groups left when the time was up")
+            return _RunEnd(0, "all groups left when the time was up")
         if self.stop:  # somebody did not want to wait for them
             return self._stopped()
         reason = f"when the time was up, {len(late)} groups did not leave in order: {', '.join(map(str, late))}"
         self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
-        return _End(1, reason)
+        return _RunEnd(1, reason)
 
-    def _lighthouse_failed(self) -> _End:
+    def _lighthouse_failed(self) -> _RunEnd:
         """Report it. Groups cannot meet without a lighthouse, so the run ends."""
         reason, log = self._lighthouse.failure, self._lighthouse.log
         self.view.error(f"{reason}, so all groups are stopped; {log}: {last_error_line(log)}")
-        return _End(1, reason, own_failure=True)
+        return _RunEnd(1, reason, own_failure=True)
 
 
 def _allow_private_network() -> None:

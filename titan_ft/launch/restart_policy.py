@@ -100,7 +100,7 @@ class AttemptEnd:
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class NoRestart:
     """A group is not started again."""
 
     cause: str
@@ -232,7 +232,7 @@ class RestartPolicy:
     _trains: bool = False
     """Whether the run is known to have made a step."""
 
-    def decide(self, end: AttemptEnd) -> float | GiveUp:
+    def decide(self, end: AttemptEnd) -> float | NoRestart:
         """Return the seconds to wait before the group is started again, or why it is not.
 
         A group that is killed again and again but commits in between is no crash loop, however short its lives are.
@@ -240,9 +240,9 @@ class RestartPolicy:
         if self._first_start is None:
             self._first_start = self.clock() - end.alive_seconds
         if end.code == CONFIG_ERROR_CODE:
-            return GiveUp(CONFIG, "the configuration is wrong (exit status 2); it is not started again")
+            return NoRestart(CONFIG, "the configuration is wrong (exit status 2); it is not started again")
         if end.code == FINAL_CODE:
-            return GiveUp(FINAL, "the group must not come back by itself (exit status 3); see its log")
+            return NoRestart(FINAL, "the group must not come back by itself (exit status 3); see its log")
         hopeless = self._find_loop(end) or self._find_dead_network(end)
         if hopeless is not None:
             return hopeless
@@ -251,7 +251,7 @@ class RestartPolicy:
             self._restarts.popleft()
         if len(self._restarts) >= self.max_restarts:
             hours = WINDOW_SECONDS / 3600
-            return GiveUp(RESTARTS, f"no restart left (--max-restarts {self.max_restarts} within {hours:g} hours)")
+            return NoRestart(RESTARTS, f"no restart left (--max-restarts {self.max_restarts} within {hours:g} hours)")
         if end.committed or end.alive_seconds >= self.healthy_seconds:
             self.streak = 0
         delay = backoff_seconds(self.streak)
@@ -259,7 +259,7 @@ class RestartPolicy:
         self.streak += 1
         return delay
 
-    def _find_loop(self, end: AttemptEnd) -> GiveUp | None:
+    def _find_loop(self, end: AttemptEnd) -> NoRestart | None:
         """Return why the group is given up if it ends again and again of one cause, else None.
 
         Commits between are progress, unless they lead to the same step each time: the group then
@@ -277,7 +277,7 @@ class RestartPolicy:
         self._last_kind = end.kind
         where = f"each time after step {end.step}" if end.committed else "and no step committed between"
         if self._num_own >= MAX_OWN_ENDS_FACTOR * self._most_crashes:
-            return GiveUp(CRASH_LOOP, f"{self._num_own} ends of its own in a row, without progress")
+            return NoRestart(CRASH_LOOP, f"{self._num_own} ends of its own in a row, without progress")
         if self._num_same < self._most_ends(end):
             return None
         what = "the same exception"
@@ -285,7 +285,7 @@ class RestartPolicy:
             what = f"the same end ({name_end(end.code)})"
         elif end.code == 0:
             what = f"the same end ({EARLY_END})"
-        return GiveUp(CRASH_LOOP, f"{what} {self._num_same} times in a row, {where}")
+        return NoRestart(CRASH_LOOP, f"{what} {self._num_same} times in a row, {where}")
 
     def _most_ends(self, end: AttemptEnd) -> int:
         """Return how many ends like this one make a crash loop.
@@ -302,7 +302,7 @@ class RestartPolicy:
     def _most_crashes(self) -> int:
         return max(MAX_SAME_ENDS, self.host_deaths + 1) if self.host_deaths else MAX_SAME_ENDS
 
-    def _find_dead_network(self, end: AttemptEnd) -> GiveUp | None:
+    def _find_dead_network(self, end: AttemptEnd) -> NoRestart | None:
         """Return why the group is given up if there is no network, else None.
 
         Only before the first step of the run: the group may be one that comes back late, and the
@@ -319,7 +319,7 @@ class RestartPolicy:
         seconds = self.clock() - self._first_start
         if self._num_network < MAX_NETWORK_ENDS or seconds < NETWORK_SECONDS:
             return None
-        return GiveUp(NETWORK, f"{self._num_network} network errors within {seconds:.0f} s, and no step committed")
+        return NoRestart(NETWORK, f"{self._num_network} network errors within {seconds:.0f} s, and no step committed")
 
 
 class CommonEnd:

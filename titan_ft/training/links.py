@@ -40,7 +40,7 @@ from titan_ft.run.log import EventLog
 from titan_ft.system.address import find_source_address, is_loopback, join_address, split_address
 from titan_ft.system.token import check_token
 from titan_ft.training import spec
-from titan_ft.training.worker import Launch
+from titan_ft.training.worker import WorkerSetup
 from titan_ft.transfer.reach import Probe
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.state_server import StateServer
@@ -65,7 +65,7 @@ class Links:
     def __init__(
         self,
         config: FaultTolerance,
-        launch: Launch,
+        launch: WorkerSetup,
         events: EventLog,
         model_parts: Sequence[nn.Module],
         parallel_dims: ParallelDims,
@@ -206,7 +206,7 @@ class Links:
         )
 
 
-def connect_control(config: FaultTolerance, launch: Launch) -> ControlTree:
+def connect_control(config: FaultTolerance, launch: WorkerSetup) -> ControlTree:
     """Connect this rank to the control tree of its group. A collective of the group.
 
     Raises:

@@ -29,7 +29,7 @@ DEGREES = (
 
 
 @dataclass(frozen=True)
-class Launch:
+class WorkerSetup:
     """What the environment says of this worker.
 
     Attributes:
@@ -57,7 +57,7 @@ class Launch:
     arguments: tuple[str, ...] = ()
 
 
-def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
+def begin_events(job_config: JobConfig, launch: WorkerSetup) -> EventLog:
     """Open this worker's log of events, with its first one: who runs with which settings."""
     config = job_config.fault_tolerance
     paths = RunPaths(job_config.job.dump_folder)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from titan_ft.host.titan import JobConfig
     from titan_ft.training.links import Links
-    from titan_ft.training.worker import Launch
+    from titan_ft.training.worker import WorkerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class ChaosAgent:
 
 def start_agent(
     job_config: JobConfig,
-    launch: Launch,
+    launch: WorkerSetup,
     links: Links,
     events: EventLog,
     *,

@@ -47,7 +47,7 @@ import tyro
 from titan_ft.config import LIGHTHOUSE_VARIABLE, ConfigError, FaultTolerance
 from titan_ft.launch.group.follower import STOPPED, Follower
 from titan_ft.launch.group.forks import check, preload
-from titan_ft.launch.group.hosts import MEETING_SECONDS, GroupWorkers, Hosts, Member, claim
+from titan_ft.launch.group.hosts import MEETING_SECONDS, GroupWorkers, HostAgent, Hosts, claim
 from titan_ft.launch.group.worker_exit import WorkerExit, root_failure
 from titan_ft.launch.group.worker_group import (
     LOOPBACK,
@@ -71,7 +71,7 @@ from titan_ft.launch.restart_policy import (
     NETWORK,
     AttemptEnd,
     AttemptEvents,
-    GiveUp,
+    NoRestart,
     RestartPolicy,
     exit_status,
     has_trained,
@@ -231,7 +231,7 @@ class Agent:
     def refuse(self, mistake: str) -> int:
         """Give the group up for a mistake in its config that was found before any worker was started."""
         error = f"{CONFIG_ERROR}: {mistake}"
-        why = GiveUp(CONFIG, "the configuration is wrong")
+        why = NoRestart(CONFIG, "the configuration is wrong")
         self._announce_give_up(self.spec.attempt, 0, why, "", error, CONFIG_ERROR)
         self._events.close()
         print(f"titan_ft: {mistake}", file=sys.stderr, flush=True)
@@ -256,10 +256,12 @@ class Agent:
                 return 1
             decision = self._policy.decide(self._describe_attempt(failure, time.monotonic() - started))
             status = exit_status(0 if failure is None else failure.code)
-            suspicion = "" if failure is None or isinstance(decision, GiveUp) else self._suspect(attempt, failure.host)
+            suspicion = (
+                "" if failure is None or isinstance(decision, NoRestart) else self._suspect(attempt, failure.host)
+            )
             if suspicion:
-                decision, status = GiveUp(HOST, suspicion), HOST_SUSPECTED_CODE
-            if isinstance(decision, GiveUp):
+                decision, status = NoRestart(HOST, suspicion), HOST_SUSPECTED_CODE
+            if isinstance(decision, NoRestart):
                 if failure is None:
                     return 0
                 self._give_up(attempt, failure, decision)
@@ -270,19 +272,19 @@ class Agent:
             restarted_because = SENT_AWAY if failure is None else failure.describe()
         return 1
 
-    def _meet(self, attempt: int) -> Sequence[Member] | None:
+    def _meet(self, attempt: int) -> Sequence[HostAgent] | None:
         """Wait for the agents of the group's other hosts; None if they do not come, or a stop was asked for."""
         if self._hosts is None:
             return []
         members = self._hosts.wait_for_all(lambda: bool(self._stop))
         if members is None and not self._stop:
             why = f"the agents of its {self._hosts.num_hosts} hosts did not meet within {MEETING_SECONDS:.0f} s"
-            self._announce_give_up(attempt, None, GiveUp(NETWORK, why), "", why)
+            self._announce_give_up(attempt, None, NoRestart(NETWORK, why), "", why)
             self.spec.say(why)
         return members
 
     def _run_attempt(
-        self, attempt: int, restarted_because: str, members: Sequence[Member], *, came_back: bool
+        self, attempt: int, restarted_because: str, members: Sequence[HostAgent], *, came_back: bool
     ) -> WorkerExit | None:
         """Run the group once; return the first worker that failed, None when all ended well.
 
@@ -329,7 +331,7 @@ class Agent:
                 self._emit_exit(attempt, exit, cause)
         return first or root_failure(final)
 
-    def _start_group(self, attempt: int, members: Sequence[Member]) -> GroupWorkers:
+    def _start_group(self, attempt: int, members: Sequence[HostAgent]) -> GroupWorkers:
         spec = self.spec
         address = members[0].line.own_address if members else ""
         # The rendezvous may be at another address of the loopback: localhost is ::1 as a rule.
@@ -422,7 +424,7 @@ class Agent:
         self._suspects.act(host, reason)
         return reason
 
-    def _give_up(self, attempt: int, failure: WorkerExit, why: GiveUp) -> None:
+    def _give_up(self, attempt: int, failure: WorkerExit, why: NoRestart) -> None:
         log = self._log(attempt, failure.rank)
         line = "" if failure.error is None or failure.is_early else failure.error.text
         # The log of a rank that was killed just stops: its last line is no reason.
@@ -437,7 +439,7 @@ class Agent:
         self._announce_give_up(
             attempt,
             failure.rank,
-            GiveUp(why.cause, reason),
+            NoRestart(why.cause, reason),
             "" if log is None else str(log),
             error,
             kind,
@@ -448,7 +450,7 @@ class Agent:
         self,
         attempt: int,
         rank: int | None,
-        why: GiveUp,
+        why: NoRestart,
         log: str,
         error: str,
         error_kind: str | None = None,

@@ -9,8 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 
+from titan_ft.launch.group.agent_connection import (
+    AgentConnection,
+    End,
+    Hello,
+    LeaveOrder,
+    Message,
+    Over,
+    Ping,
+    Start,
+    WorkersState,
+)
 from titan_ft.launch.group.hosts import MEETING_SECONDS
-from titan_ft.launch.group.line import End, Hello, Leave, Line, Message, Over, Ping, Start, State
 from titan_ft.launch.group.worker_group import MeetingPoint, Share, WorkerGroup
 from titan_ft.system.address import split_address
 from titan_ft.system.process import node_name
@@ -56,10 +66,10 @@ class Follower:
         self._drain_seconds = drain_seconds
         self._grace_seconds = grace_seconds
         self._say = say
-        self._line: Line | None = None
+        self._line: AgentConnection | None = None
         self._group: WorkerGroup | None = None
-        self._state = State(-1, {}, [], [], is_collected=True, answered=0)
-        self._sent: State | None = None
+        self._state = WorkersState(-1, {}, [], [], is_collected=True, answered=0)
+        self._sent: WorkersState | None = None
         self._problem = ""
         """Why the last leader was lost; said once."""
         self.has_met = False
@@ -87,7 +97,7 @@ class Follower:
             connection = socket.create_connection(split_address(address), _CONNECT_SECONDS)
         except OSError:
             return None
-        self._line = Line(connection, self._token, self._slot, leads=False)
+        self._line = AgentConnection(connection, self._token, self._slot, leads=False)
         self._line.send(Hello(node_name(), self._num_ranks))
         self._sent = None
         silent_until = time.monotonic() + MEETING_SECONDS
@@ -119,7 +129,7 @@ class Follower:
             match message:
                 case Start():
                     self._start_workers(message)
-                case Leave() if self._group is not None:
+                case LeaveOrder() if self._group is not None:
                     self._group.ask_to_leave()
                 case End():
                     self._end(message.grace_seconds)
@@ -136,7 +146,7 @@ class Follower:
         self.has_met, self._problem = True, ""
         share = Share(self._num_ranks, order.world_size, order.first_rank, order.host, order.num_hosts)
         self._group = self._start(order.attempt, share, MeetingPoint(order.store_host, order.store_port))
-        self._state = State(order.attempt, self._group.pids, [], [], is_collected=False, answered=0)
+        self._state = WorkersState(order.attempt, self._group.pids, [], [], is_collected=False, answered=0)
 
     def _report(self) -> None:
         """Send the state, if it has changed."""

@@ -24,7 +24,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.group.line import GONE_SECONDS, End, Hello, Leave, Line, Over, Ping, Start, State
+from titan_ft.launch.group.agent_connection import (
+    GONE_SECONDS,
+    AgentConnection,
+    End,
+    Hello,
+    LeaveOrder,
+    Over,
+    Ping,
+    Start,
+    WorkersState,
+)
 from titan_ft.launch.group.worker_exit import WorkerExit
 from titan_ft.launch.group.worker_group import AttemptStore, Share, WorkerGroup
 from titan_ft.system.address import ALL_HOSTS, split_address
@@ -73,14 +83,14 @@ def claim(address: str) -> socket.socket | None:
 
 
 @dataclass(eq=False)
-class Member:
+class HostAgent:
     """The agent of another host of the group, as the leader knows it."""
 
-    line: Line
+    line: AgentConnection
     host: str = ""
     num_ranks: int = 0
     """0 until the agent has introduced itself (`Hello`)."""
-    state: State | None = None
+    state: WorkersState | None = None
     """The latest."""
     lost_because: str = ""
     """Why the connection is gone; empty while it stands."""
@@ -112,7 +122,7 @@ class Hosts:
         self._token = token
         self._slot = slot
         self._say = say
-        self._members: list[Member] = []
+        self._members: list[HostAgent] = []
         """In the order in which they came."""
         self._has_refused = False
         """Whether it was said that an agent was refused; a stranger who knocks without end must not fill the output."""
@@ -124,7 +134,7 @@ class Hosts:
         lines = [member.line.descriptor for member in self._members if not member.lost_because]
         return [self._listener.fileno(), *lines]
 
-    def wait_for_all(self, is_stopped: Callable[[], bool]) -> list[Member] | None:
+    def wait_for_all(self, is_stopped: Callable[[], bool]) -> list[HostAgent] | None:
         """Return the other hosts once all are there; None if the group is stopped, or after `MEETING_SECONDS`.
 
         The latest ones count: the connection of a host that vanished may still stand when that host
@@ -170,7 +180,7 @@ class Hosts:
         with contextlib.suppress(OSError):  # nobody comes, has gone again, or there are too many open files
             while True:
                 connection, _ = self._listener.accept()
-                self._members.append(Member(Line(connection, self._token, self._slot, leads=True)))
+                self._members.append(HostAgent(AgentConnection(connection, self._token, self._slot, leads=True)))
 
     def _drop_strangers(self) -> None:
         """Drop connections that have not shown the token: they would use up this process's open files."""
@@ -181,17 +191,17 @@ class Hosts:
                 member.lost_because = "it has not shown the run's token"
                 member.line.close()
 
-    def _read(self, member: Member) -> None:
+    def _read(self, member: HostAgent) -> None:
         try:
             for message in member.line.poll():
                 if isinstance(message, Hello):
                     member.host, member.num_ranks = message.host, message.num_ranks
-                elif isinstance(message, State):
+                elif isinstance(message, WorkersState):
                     member.state = message
         except ConnectionError as error:
             self.give_up(member, str(error))
 
-    def give_up(self, member: Member, reason: str) -> None:
+    def give_up(self, member: HostAgent, reason: str) -> None:
         """Close the connection to an agent, and report the loss; after `close` such an end is expected."""
         member.lost_because = reason
         member.line.close()
@@ -207,14 +217,14 @@ class Hosts:
 class _RemoteWorkers:
     """The workers of one attempt on another host."""
 
-    def __init__(self, member: Member, start: Start) -> None:
+    def __init__(self, member: HostAgent, start: Start) -> None:
         self.member = member
         self._start = start
         self._ranks = range(start.first_rank, start.first_rank + member.num_ranks)
         member.line.send(start)
 
     @property
-    def _state(self) -> State | None:
+    def _state(self) -> WorkersState | None:
         """The latest state of this attempt; None before it is known."""
         state = self.member.state
         return state if state is not None and state.attempt == self._start.attempt else None
@@ -264,7 +274,7 @@ class GroupWorkers:
         store: AttemptStore,
         local: WorkerGroup,
         hosts: Hosts | None,
-        members: Sequence[Member],
+        members: Sequence[HostAgent],
     ) -> None:
         self.num_ranks = share.world_size
         self._store = store
@@ -319,7 +329,7 @@ class GroupWorkers:
         `impatient` says so.
         """
         for workers in self._remote:
-            workers.member.line.send(Leave())
+            workers.member.line.send(LeaveOrder())
         self._local.ask_to_leave()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not impatient():

@@ -36,7 +36,7 @@ _HEADER_BYTES = 8  # of a safetensors file: the length of its table, little-endi
 _MAX_TABLE_BYTES = 100_000_000  # as safetensors itself limits it
 
 
-class Failure(enum.Enum):
+class LoadFailure(enum.Enum):
     """Reason of a load that failed."""
 
     OTHER_STATE = enum.auto()  # the checkpoint is sound, and another model's or another run's
@@ -119,7 +119,7 @@ def has_training_state(keys: Collection[str]) -> bool:
     return any(key.startswith(f"{TRAIN_STATE}.") for key in keys)
 
 
-def classify(error: CheckpointException) -> tuple[Failure, str]:
+def classify(error: CheckpointException) -> tuple[LoadFailure, str]:
     """Return the kind of a failed load, and the reason of the first rank on one line.
 
     DCP compares names and shapes while it plans a load. After the plan it only reads bytes. Any other
@@ -129,15 +129,15 @@ def classify(error: CheckpointException) -> tuple[Failure, str]:
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:
         if isinstance(cause, UnsafeValueError):
-            return Failure.UNSAFE, one_line(cause)
+            return LoadFailure.UNSAFE, one_line(cause)
         if isinstance(cause, PermissionError):  # another start would fail in the same way
-            return Failure.DAMAGED, one_line(cause)
+            return LoadFailure.DAMAGED, one_line(cause)
         # torch swallows the OSError of the table's file and raises a plain AssertionError, as it does
         # for changed bytes: torch/distributed/checkpoint/state_dict_loader.py, _load_state_dict.
         if isinstance(cause, OSError) or "metadata is None" in str(cause):
-            return Failure.UNREADABLE, one_line(cause)
+            return LoadFailure.UNREADABLE, one_line(cause)
     is_other = phase == "plan" and all(type(cause) in _MISFITS for cause in causes)
-    return Failure.OTHER_STATE if is_other else Failure.DAMAGED, one_line(causes[0])
+    return LoadFailure.OTHER_STATE if is_other else LoadFailure.DAMAGED, one_line(causes[0])
 
 
 def one_line(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from titan_ft.training.checkpoint.choice import (
 )
 from titan_ft.training.checkpoint.damage import (
     FailedLoad,
-    Failure,
+    LoadFailure,
     classify,
     find_defect,
     has_training_state,
@@ -127,17 +127,17 @@ class Load:
             DamagedError: the bytes are wrong.
         """
         failure, reason = classify(error)
-        if failure is Failure.OTHER_STATE:
+        if failure is LoadFailure.OTHER_STATE:
             holds = "weights of this run's model" if from_hf else "state of this run's model and optimizer"
             remedy = "give those of model.flavor as checkpoint.initial_load_path" if from_hf else OTHER_FOLDER_REMEDY
             raise ConfigError(f"checkpoint: {self._folder} must hold the {holds}, got: {reason}; {remedy}") from error
-        if failure is Failure.UNSAFE:
+        if failure is LoadFailure.UNSAFE:
             raise ConfigError(
                 f"checkpoint: {self._folder} must hold plain values beside its tensors, because a load runs no code, "
                 f"got {reason}; if you trust it, give it to torch.serialization.add_safe_globals in the module of "
                 "experimental.custom_import"
             ) from error
-        if failure is Failure.UNREADABLE:
+        if failure is LoadFailure.UNREADABLE:
             # A missing file is an error of the file system to DCP, and so is a table that it cannot read.
             defect = fail_together(self._find_defect, str(self._folder), self._gather)
             if not any(self._gather(int(bool(defect)))):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from titan_ft.launch.group.line import End, Hello, Line, Message, Over, Ping, State
+from titan_ft.launch.group.agent_connection import AgentConnection, End, Hello, Message, Over, Ping, WorkersState
 from titan_ft.launch.group.worker_exit import WorkerExit
 from titan_ft.run.error_file import WorkerError
 
@@ -28,7 +28,7 @@ def sockets() -> Iterator[Sockets]:
         yield one, other
 
 
-def take(line: Line, *others: Line, number: int = 1) -> list[Message]:
+def take(line: AgentConnection, *others: AgentConnection, number: int = 1) -> list[Message]:
     """Return so many messages of a line, while other lines exchange theirs."""
     messages: list[Message] = []
     deadline = time.monotonic() + 10.0
@@ -42,9 +42,11 @@ def take(line: Line, *others: Line, number: int = 1) -> list[Message]:
 
 def test_messages_arrive_in_order(sockets: Sockets) -> None:
     """Of each kind, both ways, also those that were sent before the other end was there."""
-    leader, follower = (Line(end, "secret", 3, leads=leads) for end, leads in zip(sockets, (True, False), strict=True))
+    leader, follower = (
+        AgentConnection(end, "secret", 3, leads=leads) for end, leads in zip(sockets, (True, False), strict=True)
+    )
     exit = WorkerExit(2, 77, 1, WorkerError("KeyError: x", transient=False, time=1.5), host="n1")
-    state = State(4, {2: 77}, [exit], [], is_collected=True, answered=0)
+    state = WorkersState(4, {2: 77}, [exit], [], is_collected=True, answered=0)
     follower.send(Hello("n1", 2))
     follower.send(state)
     leader.send(End(3.0))
@@ -56,7 +58,9 @@ def test_messages_arrive_in_order(sockets: Sockets) -> None:
 
 def test_the_last_messages_of_a_closed_line_arrive(sockets: Sockets) -> None:
     """A follower that ends reports how its workers ended before; afterwards the end is noticed."""
-    leader, follower = (Line(end, "secret", 3, leads=leads) for end, leads in zip(sockets, (True, False), strict=True))
+    leader, follower = (
+        AgentConnection(end, "secret", 3, leads=leads) for end, leads in zip(sockets, (True, False), strict=True)
+    )
     leader.send(End(0.0))
     take(follower, leader)
     follower.send(Hello("n1", 2))
@@ -68,7 +72,9 @@ def test_the_last_messages_of_a_closed_line_arrive(sockets: Sockets) -> None:
 
 def test_the_last_messages_arrive_although_the_other_end_takes_none(sockets: Sockets) -> None:
     """A leader that asks a follower, and ends its workers, just after that one has reported their ends and is gone."""
-    leader, follower = (Line(end, "secret", 3, leads=leads) for end, leads in zip(sockets, (True, False), strict=True))
+    leader, follower = (
+        AgentConnection(end, "secret", 3, leads=leads) for end, leads in zip(sockets, (True, False), strict=True)
+    )
     leader.send(End(0.0))
     take(follower, leader)
     follower.send(Hello("n1", 2))
@@ -84,7 +90,10 @@ def test_the_last_messages_arrive_although_the_other_end_takes_none(sockets: Soc
 @pytest.mark.parametrize(("token", "slot"), [("guess", 3), ("", 3), ("secret", 4)], ids=["other", "none", "group"])
 def test_an_agent_of_another_run_or_group_is_refused(sockets: Sockets, token: str, slot: int) -> None:
     """No message of it is read, in either direction."""
-    leader, follower = Line(sockets[0], "secret", 3, leads=True), Line(sockets[1], token, slot, leads=False)
+    leader, follower = (
+        AgentConnection(sockets[0], "secret", 3, leads=True),
+        AgentConnection(sockets[1], token, slot, leads=False),
+    )
     follower.send(Hello("n1", 2))
     with pytest.raises(ConnectionError, match="does not know this run's token, or is of another group"):
         take(leader, follower)
@@ -99,7 +108,7 @@ def changed(sent: bytes) -> bytes:
     return sent.replace(b'"num_ranks":2', b'"num_ranks":9')
 
 
-def read_until_broken(line: Line, meanwhile: Callable[[], object] = lambda: None) -> None:
+def read_until_broken(line: AgentConnection, meanwhile: Callable[[], object] = lambda: None) -> None:
     """Poll a line until that raises; nothing may be read but what was sent once."""
     deadline = time.monotonic() + 10.0
     taken: list[Message] = []
@@ -115,13 +124,13 @@ def test_a_message_that_was_sent_before_or_changed_is_refused(
     sockets: Sockets, tamper: Callable[[bytes], bytes]
 ) -> None:
     """Whoever is between the hosts can break the connection, and nothing more."""
-    follower = Line(sockets[1], "secret", 3, leads=False)
+    follower = AgentConnection(sockets[1], "secret", 3, leads=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         between = socket.create_connection(listener.getsockname(), timeout=10.0)
         accepted, _ = listener.accept()
     sockets[0].settimeout(10.0)
     with between, accepted:
-        leader = Line(accepted, "secret", 3, leads=True)
+        leader = AgentConnection(accepted, "secret", 3, leads=True)
         leader.poll()
         sockets[0].sendall(between.recv(4096))
         follower.send(Hello("n1", 2))
@@ -136,7 +145,7 @@ def test_a_message_that_was_sent_before_or_changed_is_refused(
 
 def test_what_echoes_an_end_is_not_the_other_end(sockets: Sockets) -> None:
     """Each direction has messages of its own: those of the leader are none of a follower."""
-    leader, mirror = Line(sockets[0], "secret", 3, leads=True), sockets[1]
+    leader, mirror = AgentConnection(sockets[0], "secret", 3, leads=True), sockets[1]
     leader.send(Over(0, ""))
     mirror.setblocking(False)
 
@@ -151,7 +160,7 @@ def test_what_echoes_an_end_is_not_the_other_end(sockets: Sockets) -> None:
 @pytest.mark.parametrize("sent", [b"x" * 3 * 2**20, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\n\n\n"])
 def test_a_stranger_is_refused(sockets: Sockets, sent: bytes) -> None:
     """Whatever it sends, and however much of it."""
-    leader, stranger = Line(sockets[0], "secret", 3, leads=True), sockets[1]
+    leader, stranger = AgentConnection(sockets[0], "secret", 3, leads=True), sockets[1]
     stranger.setblocking(False)
     rest = bytearray(sent)
 

@@ -53,7 +53,7 @@ class Start(msgspec.Struct, tag=True):
     store_port: int
 
 
-class Leave(msgspec.Struct, tag=True):
+class LeaveOrder(msgspec.Struct, tag=True):
     """To a follower: ask its workers to leave in order."""
 
 
@@ -76,7 +76,7 @@ class Over(msgspec.Struct, tag=True):
     reason: str
 
 
-class State(msgspec.Struct, tag=True):
+class WorkersState(msgspec.Struct, tag=True):
     """From a follower, when something has changed: its workers' processes and ends."""
 
     attempt: int
@@ -89,11 +89,11 @@ class State(msgspec.Struct, tag=True):
     """Number of the last `Ping`."""
 
 
-Message: TypeAlias = Hello | Start | Leave | End | Ping | Over | State
+Message: TypeAlias = Hello | Start | LeaveOrder | End | Ping | Over | WorkersState
 _decoder = msgspec.json.Decoder(Message)
 
 
-class Line:
+class AgentConnection:
     """One end of a connection; used by one thread.
 
     Args:
