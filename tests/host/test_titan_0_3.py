@@ -44,6 +44,7 @@ from titan_ft.host import titan  # noqa: E402
 from titan_ft.host.tables_0_3 import loader_config, translate  # noqa: E402
 from titan_ft.training.checkpoint import manager  # noqa: E402
 from titan_ft.training.job_config import digest_config, read_config  # noqa: E402
+from titan_ft.training.spec import token_counts  # noqa: E402
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"
 
@@ -103,6 +104,15 @@ def test_a_pipeline_takes_lists_of_microbatches() -> None:
     assert [part.tolist() for part in given["labels"]] == [tokens[:2].tolist(), tokens[2:].tolist()]
     assert [part["positions"].tolist() for part in given["input_dict"]] == [[[0, 1, 2]] * 2] * 2
     assert titan.batches_per_call(this) == 2
+
+
+def test_layers_of_experts_count_tokens_under_the_new_name() -> None:
+    """Under another name the exchange would carry no counts, and the groups' biases would drift apart."""
+    model, _ = titan.build_model(read("--model.name=deepseek_v3", "--model.flavor=debugmodel"))
+    layers = [module for module in model.modules() if hasattr(module, "expert_bias_E")]
+    assert layers
+    assert all(layer.load_balance_coeff for layer in layers)
+    assert [id(count) for count in token_counts([model])] == [id(layer.tokens_per_expert_E) for layer in layers]
 
 
 def test_the_checkpoint_manager_has_the_seams() -> None:
