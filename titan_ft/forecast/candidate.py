@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A candidate is one strategy with one shape, as numbers; `closed_forms` and `simulation` judge it."""
+"""A candidate: one strategy with one shape, as numbers."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _mean_repair(kind: Kind, scenario: Scenario, gpus: int) -> float:
 
 
 def lost_state_rate(candidate: Candidate) -> float:
-    """Return how often no group is left: one failure hits all, or the last group while others are away.
+    """Return how often no group is left: a failure hits all, or the last one while others are away.
 
     A last group that leaves in order saves first, if there are checkpoints.
     """
@@ -267,7 +267,7 @@ def lost_state_rate(candidate: Candidate) -> float:
 
 
 def with_saves(candidate: Candidate) -> Candidate:
-    """Return the candidate with saves at the scenario's interval, or at the best one for its losses."""
+    """Return the candidate with saves at the scenario's interval, or at the best one."""
     checkpoint = candidate.scenario.checkpoint
     if checkpoint is None:
         return candidate
@@ -282,7 +282,7 @@ def with_saves(candidate: Candidate) -> Candidate:
 
 
 def best_interval(mtbf: float, save: float) -> float:
-    """Return the best seconds of computing between saves: Daly 2006, equation 37. At least a second."""
+    """Return the best seconds of computing between saves, at least one: Daly 2006, equation 37."""
     ratio = save / (2 * mtbf)
     if ratio >= 1:
         return mtbf

@@ -210,7 +210,7 @@ def _with_costs_of(candidate: Candidate, measured: Measured, other: Measured) ->
 
 
 def advise(ranked: Sequence[Forecast]) -> str:
-    """Return one sentence: the choice, the runner-up, restarts, and the input that would turn it."""
+    """Return one sentence: the choice, the runner-up, restarts, the input that would turn it."""
     best = ranked[0]
     said = f"Take {best.candidate.name}: {100 * best.effective:.1f} % effective training time"
     if len(ranked) == 1:
@@ -260,7 +260,7 @@ def scaled(candidate: Candidate, name: str, factor: float) -> Candidate:
 
 
 def find_turn(best: Candidate, other: Candidate, advantage: float) -> tuple[str, float] | None:
-    """Return the input, and its smallest factor from 1/16 to 16, with which the other one is better.
+    """Return the input and its smallest factor, 1/16 to 16, with which the other one is better.
 
     Args:
         advantage: of the best one's worth, by simulation; closed forms say how an input changes it.
@@ -280,7 +280,7 @@ def find_turn(best: Candidate, other: Candidate, advantage: float) -> tuple[str,
 
 
 def sensitivity(candidate: Candidate) -> list[tuple[str, float, float, float]]:
-    """Return each input that matters, with the effective time at half of it, as it is, and at twice."""
+    """Return each input that matters, with the effective time at half, at once and at twice of it."""
     rows = []
     for name in INPUTS:
         values = [estimate(scaled(candidate, name, factor)) for factor in (0.5, 1.0, 2.0)]

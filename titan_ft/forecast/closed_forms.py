@@ -158,7 +158,7 @@ def _kept(candidate: Candidate) -> float:
 
 
 def _with_nodes(candidate: Candidate) -> float:
-    """Return the part of the groups that have all their nodes; each lacking node is of any group."""
+    """Return the part of the groups that have all their nodes; any group may lack one."""
     spares, expected = candidate.spares, candidate.rates.broken_nodes
     if spares is None or expected == 0:
         return 1.0
@@ -169,7 +169,7 @@ def _with_nodes(candidate: Candidate) -> float:
 
 
 def _with_maintenance(candidate: Candidate) -> float:
-    """Return the part of the groups that maintenance leaves; enough spares stand in for its nodes."""
+    """Return the part of the groups that maintenance leaves; spares stand in for its nodes."""
     share = 1.0
     for stop in candidate.scenario.maintenance:
         at_once = stop.nodes * math.ceil(stop.lasts / stop.every)

@@ -131,7 +131,14 @@ def as_fault(kind: Kind, fault: Fault) -> Kind | None:
         return None
     if not isinstance(fault, SlowRank):
         return msgspec.structs.replace(kind, effect=effect)
-    return msgspec.structs.replace(kind, effect="slow", factor=fault.factor, found_after=fault.seconds, leaves=False)
+    factor, seconds = fault.factor, fault.seconds
+    return msgspec.structs.replace(
+        kind,
+        effect="slow",
+        factor=factor,
+        found_after=seconds,
+        leaves=False,
+    )
 
 
 def groups_hit(failure: Failure, groups: int, group_nodes: int) -> dict[int, int]:
@@ -167,7 +174,7 @@ def _gaps(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failur
 
 
 def _lives(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
-    """Yield the ends of the parts' lives, all begun at `kind.age`. A failed part is as good as new."""
+    """Yield the ends of the parts' lives, all of `kind.age` at first; a mended part is as new."""
     life = Weibull(mtbf_of_each(kind), kind.shape or 1.0)
     size = scenario.nodes_of(kind)
     heap: list[tuple[float, int]] = []

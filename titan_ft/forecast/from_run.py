@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Make scenarios out of a run: of a campaign before it runs, and of the run under other failures."""
+"""Make scenarios out of a run: a campaign before it runs, and the run under other failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """How much rarer failures are than in the run, in `scenarios_like`."""
 
 
-def scenario_of_campaign(measured: Measured, plan: Path, seed: int | None, seconds: float, least: int) -> Scenario:
+def scenario_of_campaign(
+    measured: Measured,
+    plan: Path,
+    seed: int | None,
+    seconds: float,
+    least: int,
+) -> Scenario:
     """Return the scenario of a campaign by a chaos plan on the groups of a run, each group a node.
 
     Args:
@@ -45,7 +51,7 @@ def _until_quiet(plan: Plan, seconds: float) -> Plan:
 
 
 def scenarios_like(measured: Measured, least: int) -> list[Scenario]:
-    """Return cases of a run with rarer and more frequent failures, each also with half of its groups.
+    """Return cases of a run with rarer and more frequent failures, also with half of its groups.
 
     Raises:
         ConfigError: the run had no failure, or none from which a group came back.
@@ -70,7 +76,12 @@ def scenarios_like(measured: Measured, least: int) -> list[Scenario]:
     return read_scenarios(tables, Path())
 
 
-def _tables(measured: Measured, failures: list[dict[str, Any]], seconds: float, least: int) -> dict[str, Any]:
+def _tables(
+    measured: Measured,
+    failures: list[dict[str, Any]],
+    seconds: float,
+    least: int,
+) -> dict[str, Any]:
     return {
         "clock": "wall",
         "days": seconds / DAY,

@@ -110,10 +110,11 @@ class Samples:
         self._marked = marked
         total = sum(weights)
         self._ends = list(accumulate(weight / total for weight in weights))
-        self.mean = sum(value * weight for value, weight in zip(self.values, weights, strict=True)) / total
+        weighted = zip(self.values, weights, strict=True)
+        self.mean = sum(value * weight for value, weight in weighted) / total
 
     def resample(self, rng: random.Random) -> Samples:
-        """Return as many lengths, drawn from these with replacement: those of another such record."""
+        """Return as many lengths, drawn from these with replacement, of another such record."""
         drawn = rng.choices(self._marked, k=len(self._marked))
         if all(is_cut for _, is_cut in drawn):
             return self

@@ -98,7 +98,10 @@ def compare_case(case: PublishedCase) -> list[Comparison]:
     runs: list[Account] = []
     if candidate is not None and case.expect.keys() & _OF_RUNS.keys():
         runs = [simulate(candidate, seed, case.seconds) for seed in range(SEEDS)]
-    return [Comparison(case, name, value, _figure(case, name, candidate, runs)) for name, value in case.expect.items()]
+    rows = []
+    for name, value in case.expect.items():
+        rows.append(Comparison(case, name, value, _figure(case, name, candidate, runs)))
+    return rows
 
 
 def _candidate(case: PublishedCase) -> Candidate | None:
@@ -108,7 +111,12 @@ def _candidate(case: PublishedCase) -> Candidate | None:
     return make_candidates(scenario)[0]
 
 
-def _figure(case: PublishedCase, name: str, candidate: Candidate | None, runs: Sequence[Account]) -> float:
+def _figure(
+    case: PublishedCase,
+    name: str,
+    candidate: Candidate | None,
+    runs: Sequence[Account],
+) -> float:
     if name == "product":
         return math.prod(above / below for above, below in case.ratios)
     if name == "standbys":

@@ -77,7 +77,8 @@ def to_length(name: str, amount: float | Spread, gpus: int) -> Length:
     median, p99 = amount.median or 0.0, amount.p99 or 0.0
     is_mixed = amount.base > 0 or amount.per_gpu > 0
     if is_mixed or not 0 < median <= p99 <= 1000 * median:
-        given = ", ".join(f"{name} = {value:g}" for name, value in msgspec.structs.asdict(amount).items() if value)
+        values = msgspec.structs.asdict(amount)
+        given = ", ".join(f"{key} = {value:g}" for key, value in values.items() if value)
         raise ConfigError(f"{name} must be {_AMOUNT.title}, got {{{given}}}; {_AMOUNT.description}")
     return LogNormal(median, p99)
 
@@ -130,8 +131,9 @@ class Kind(Struct, frozen=True, kw_only=True):
     seed: NonNegativeInt | None = None
     """Of the chaos plan; its own when left out."""
     spacing: Annotated[Spacing, Meta(title=f"one of {SPACINGS}", description="set it")] | None = None
-    """Of a rate. "even" puts the failures of the whole cluster at equal gaps, "uniform" at gaps from 0 to twice the
-    mean. "weibull" gives each node a life of its own if the rate is that of a node, else the gaps of the cluster."""
+    """Of a rate. "even" puts the failures of the whole cluster at equal gaps, "uniform" at gaps from
+    0 to twice the mean. "weibull" gives each node a life of its own if the rate is that of a node,
+    else the gaps of the cluster."""
     shape: Shape | None = None
     age: Seconds = 0.0
     """Age of the nodes at the start; with shape < 1 young nodes fail more."""
@@ -321,7 +323,7 @@ class Scenario(Struct, frozen=True):
         return [name for name, table in tables if table is not None]
 
     def nodes_of(self, kind: Kind) -> int:
-        """Return how many nodes a failure of this kind hits at once; one if it hits the whole job."""
+        """Return how many nodes a failure of this kind hits; one if it hits the whole job."""
         return 1 if kind.domain is None else self.domains[kind.domain]
 
     def parts_of(self, kind: Kind) -> range:
@@ -403,7 +405,8 @@ def _find_lists(values: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any,
     """Yield the places and the values of lists; a list of tables is an array of tables."""
     items = values.items() if isinstance(values, Mapping) else enumerate(values)
     for key, value in items:
-        if isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(each, Mapping) for each in value)):
+        has_tables = isinstance(value, list) and any(isinstance(each, Mapping) for each in value)
+        if isinstance(value, Mapping) or has_tables:
             yield from _find_lists(value, (*path, key))
         elif isinstance(value, list):
             yield (*path, key), value
@@ -435,7 +438,8 @@ def _read_case(values: dict[str, Any], folder: Path, swept: dict[str, Any]) -> S
     stops = [convert(Maintenance, table, f"maintenance[{index}]") for index, table in enumerate(file.maintenance)]
     for index, domain in enumerate(domains):
         if sum(each.name == domain.name for each in domains) > 1 and index:
-            raise ConfigError(f"cluster.domain[{index}].name must be unlike the others, got {domain.name!r}; change it")
+            name = f"cluster.domain[{index}].name"
+            raise ConfigError(f"{name} must be unlike the others, got {domain.name!r}; change it")
     plans, listed = {}, {}
     for index, kind in enumerate(kinds):
         try:
@@ -443,9 +447,11 @@ def _read_case(values: dict[str, Any], folder: Path, swept: dict[str, Any]) -> S
         except ConfigError as error:
             raise ConfigError(f"failure[{index}].{error}") from error
         if sum(each.name == kind.name for each in kinds) > 1:
-            raise ConfigError(f"failure[{index}].name must be unlike the others, got {kind.name!r}; change it")
+            name = f"failure[{index}].name"
+            raise ConfigError(f"{name} must be unlike the others, got {kind.name!r}; change it")
         if kind.domain is not None:
-            check_keys(f"failure[{index}].domain ", [kind.domain], [domain.name for domain in domains])
+            known = [domain.name for domain in domains]
+            check_keys(f"failure[{index}].domain ", [kind.domain], known)
         if kind.chaos is not None:
             beside = folder / kind.chaos
             plans[kind.name] = load_plan(beside if beside.exists() else Path(kind.chaos), kind.seed)
@@ -489,7 +495,8 @@ def _check(scenario: Scenario) -> None:
     for index, kind in enumerate(scenario.failures):
         if kind.first_node >= cluster.nodes:
             rule = f"must be < the {cluster.nodes} nodes of the cluster"
-            raise ConfigError(f"failure[{index}].first_node {rule}, got {kind.first_node}; lower it")
+            name = f"failure[{index}].first_node"
+            raise ConfigError(f"{name} {rule}, got {kind.first_node}; lower it")
         highest = max((each.group or 0 for each in scenario.listed.get(kind.name, ())), default=0)
         if highest >= job.groups:
             rule = f"must hit groups below job.groups ({job.groups})"

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Simulate a job under failures, event by event, and account for each second of each group.
 
-A step is counted as `titan_ft.history.timing.goodput` counts it: its usual time, for each group that
-contributed. A simulated run, written as events, has the same effective training time in a report.
+A step is counted as `titan_ft.history.timing.goodput` counts it: its usual time, for each group
+that contributed. A simulated run, written as events, has the same effective training time in a report.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from titan_ft.forecast.failures import Failure, Luck, as_fault, draw_failures, g
 from titan_ft.forecast.scenario import DAY, Kind, Maintenance, to_length
 
 PARTS = ("steps", "stall", "slower", "exchange", "checkpoints", "lost", "waiting", "away", "nodes")
-"""Where the time of the groups goes. "steps" is the effective training time. "slower" is the time that
-stragglers, groups away and groups that return add to steps. "lost" was computed in vain. "waiting"
-groups are fewer than min_replica_size. "nodes" is the wait for nodes."""
+"""Where the time of the groups goes. "steps" is the effective training time. "slower" is the time
+that stragglers, groups away and groups that return add to steps. "lost" was computed in vain.
+"waiting" groups are fewer than min_replica_size. "nodes" is the wait for nodes."""
 POLL_SECONDS = 0.1
 """So often a chaos runner tries again to inject a fault that was refused."""
 MAX_SAVES = 1000
@@ -248,7 +248,7 @@ class _Simulation:
             self._saved()
 
     def _count(self, steps: int, votes: int, slower: float | None = None, began: float = 0.0) -> None:
-        """Count committed steps; a single one if `slower` is given, its seconds beyond the usual ones."""
+        """Count committed steps; a single one if `slower` is given: its seconds beyond usual."""
         candidate, account = self.candidate, self.account
         present = float(len(self._up))
         if slower is None:
@@ -386,7 +386,8 @@ class _Simulation:
 
     def _inject(self, kind: Kind, aimed: Injection, luck: Luck) -> None:
         of_fault = as_fault(kind, aimed.shot.fault)
-        hit = [self.groups[target.replica] for target in aimed.targets if target.replica is not None]
+        replicas = [target.replica for target in aimed.targets]
+        hit = [self.groups[replica] for replica in replicas if replica is not None]
         if of_fault is None or not hit:
             return
         self.account.failures += 1

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bound a candidate by the sizes of the job: the memory of a GPU, the part of the exchange in sight.
+"""Bound a candidate by sizes: the memory of a GPU, the part of the exchange that nothing hides.
 
 The sizes are those of `titan-ft launch --dry-run --json`, a process of its own, because it alone
 needs torch. A file keeps them, by everything that they depend on.
@@ -44,7 +44,7 @@ class Sizes:
         """Return the candidate with the exchange that nothing hides.
 
         Raises:
-            ConfigError: the model cannot be cut so, or its state does not fit into the memory of a GPU.
+            ConfigError: the model cannot be cut so, or its state does not fit into a GPU.
         """
         job, cluster = candidate.scenario.job, candidate.scenario.cluster
         if job.config is None or candidate.strategy == "restart":

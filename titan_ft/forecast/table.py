@@ -40,7 +40,7 @@ NOTES = (
 
 
 def percentages(shares: Mapping[str, float], digits: int = 1) -> dict[str, float]:
-    """Return shares in per cent that add up to 100 exactly: the largest remainders are rounded up."""
+    """Return per cent that add up to 100 exactly: the largest remainders are rounded up."""
     scale = 10**digits
     exact = {name: 100 * scale * share for name, share in shares.items()}
     whole = {name: math.floor(value) for name, value in exact.items()}
@@ -105,7 +105,9 @@ def notes_of(forecast: Forecast) -> list[str]:
     notes = []
     if not forecast.accounts:
         doubts = ", ".join(find_doubts(candidate))
-        notes.append(f"closed forms only, off by more than 1 %: {doubts}" if doubts else "closed forms only")
+        notes.append("closed forms only")
+        if doubts:
+            notes.append(f"may be off by more than 1 %: {doubts}")
     if candidate.beyond:
         times = f"{candidate.beyond:.1f} times"
         notes.append(f"BEYOND THE RECORD: {times} the pressure that was measured")
@@ -119,7 +121,7 @@ def notes_of(forecast: Forecast) -> list[str]:
 
 
 def case_notes(case: Case) -> list[str]:
-    """Return notes on a whole case: shapes left out, bounds of the shape, spares that are enough."""
+    """Return notes on a case: shapes left out, bounds of the shape, spares that are enough."""
     notes = [f"Left out: {text}." for text in case.excluded]
     candidates = [each.candidate for each in case.forecasts]
     if any(not each.bounded for each in candidates if each.strategy != "restart"):
