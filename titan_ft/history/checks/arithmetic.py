@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Promise 1, as far as one history can show it: groups that made the same state report the same figures of it."""
+"""Promise 1, as far as one history can prove it: groups report equal figures of equal states.
+
+`titan_ft.history.against` compares with a run without failures, which alone proves the promise.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,23 @@ FIGURES = ("loss", "grad_norm", "lr", "tokens")
 
 
 def check_arithmetic(record: RunRecord, found: Judgement) -> None:
-    """Check that all ranks of all groups report the same figures, bit for bit, of each state.
-
-    Whether they are those of a run without failures only such a run can show: see `titan_ft.history.against`.
-    """
+    """Check that all ranks of all groups report the same figures of each state, bit for bit."""
     num_states = 0
     for lineage, events in record.commits_of.items():
-        first: dict[str, float] = {}
         if lineage in record.usual:
-            num_states += 1
+            num_states += 1  # the reduction of the events has made the same comparison
             continue
-        num_states += len({event.replica for event in events}) > 1
+        if len({event.replica for event in events}) > 1:
+            num_states += 1
+        first_values: dict[str, float] = {}
         for event in events:
             for name in FIGURES:
-                value = getattr(event, name)  # null where it was not finite
-                if value is not None and first.setdefault(name, value) != value:
-                    text = f"reports {name} {value!r} of the state {lineage}; another group reports {first[name]!r}"
-                    found.object_to(text, event)
-    found.statement = f"groups report the same {', '.join(FIGURES)} of {count(num_states, 'state')}"
+                value = getattr(event, name)
+                if value is None:
+                    continue  # the figure was not finite
+                first = first_values.setdefault(name, value)
+                if first != value:
+                    own = f"reports {name} {value!r} of the state {lineage}"
+                    found.object_to(f"{own}; another group reports {first!r}", event)
+    figures = ", ".join(FIGURES)
+    found.statement = f"groups report the same {figures} of {count(num_states, 'state')}"

@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Promise 7: what counts steps advances with a commit, and only then."""
+"""Promise 7: the counters of steps, learning rate and tokens advance with a commit, and only then.
+
+See docs/guarantees.md.
+"""
 
 from __future__ import annotations
 
@@ -21,97 +24,137 @@ from titan_ft.run.events import (
 
 
 def check_counters(record: RunRecord, found: Judgement) -> None:
-    """Check step, LR, tokens, checkpoints and `min_replica_size` against the commits."""
-    _check_steps(record, found)
-    compared = _check_rates(record, found)
-    _check_finished(record, found)
-    saved = _check_saved(record, found)
-    _check_sizes(record, found)
+    """Check steps, learning rates, tokens, checkpoints and `min_replica_size` against the commits."""
     unit = record.unit
-    steps = unit.count(len(record.chain)) + (f" of {count(unit.steps, 'step')} ({unit.method})" if unit.method else "")
-    rates = f"LR of {count(compared, 'commit')} by {unit.noun}"
-    found.statement = f"{steps} by one each, {rates}, {count(saved, 'checkpoint')}"
+    _check_steps(record, found)
+    num_compared = _check_rates(record, found)
+    _check_finished(record, found)
+    num_saved = _check_saved(record, found)
+    _check_sizes(record, found)
+    steps = unit.count(len(record.chain))
+    if unit.method:
+        steps += f" of {count(unit.steps, 'step')} ({unit.method})"
+    rates = f"LR of {count(num_compared, 'commit')} by {unit.noun}"
+    found.statement = f"{steps} by one each, {rates}, {count(num_saved, 'checkpoint')}"
     if not record.chain:
         found.unknown.append(f"no event tells of a committed {unit.noun}")
 
 
 def _check_steps(record: RunRecord, found: Judgement) -> None:
+    """Object to a state whose step is not the one after that of its parent."""
     noun = record.unit.noun
     for state in record.states.values():
-        parent = record.states.get(state.parent)
-        before = 0 if state.parent == ROOT else None if parent is None else parent.step
+        before: int | None = None
+        if state.parent == ROOT:
+            before = 0
+        elif state.parent in record.states:
+            before = record.states[state.parent].step
+        commits = record.commits_of[state.lineage]
         if before is not None and state.step != before + 1:
-            text = f"{noun} {state.step} changes the state of {noun} {before}; {noun}s must go up by one"
-            found.object_to(text, record.commits_of[state.lineage][0])
-        for event in record.commits_of[state.lineage]:
-            if (event.step, event.parent) != (state.step, state.parent):
-                found.object_to(f"{noun} and parent of the state {state.lineage} are not what others report", event)
+            change = f"{noun} {state.step} changes the state of {noun} {before}"
+            found.object_to(f"{change}; {noun}s must go up by one", commits[0])
+        for event in commits:
+            if event.step != state.step or event.parent != state.parent:
+                what = f"{noun} and parent of the state {state.lineage}"
+                found.object_to(f"{what} are not what others report", event)
 
 
 def _check_rates(record: RunRecord, found: Judgement) -> int:
-    """Check that the LR is the same wherever step, share of the batch and config are; return the commits compared.
+    """Check that equal steps with an equal config and share of the batch have an equal LR.
 
-    A schedule that advanced on a failed exchange gives another LR to the same step of a group that did not see it
-    fail, and to its repetition.
+    If a failed exchange advanced the schedule, the repetition of the step has another LR, and so have
+    the groups that did not see the exchange fail.
+
+    Returns:
+        The number of commits that were compared with another one.
     """
     noun = record.unit.noun
-    rates: dict[tuple[object, ...], tuple[float | None, StepCommitted]] = {}
-    compared = record.num_omitted - len(record.firsts)
-    states = record.states
+    first_of: dict[tuple[str, int, int], StepCommitted] = {}
+    # All commits of a usual step agree, by its definition.
+    num_compared = record.num_omitted - len(record.firsts)
     for process in record.processes:
-        digest = ""
+        config_digest = ""
         for event in process.events:
+            if isinstance(event, WorkerStarted):
+                config_digest = event.config_digest
             if not isinstance(event, StepCommitted):
-                if isinstance(event, WorkerStarted):
-                    digest = event.config_digest
                 continue
-            rate, share = event.lr, len(states[event.lineage].batches)
-            first, other = rates.setdefault((digest, event.step, share), (rate, event))
-            compared += other is not event
-            # Within one state a difference is that of its groups' arithmetic.
-            if first != rate and other.lineage != event.lineage:
-                text = f"LR {rate!r}; it was {first!r} at this {noun} before, of the same share of the batch"
+            share = len(record.states[event.lineage].batches)
+            first = first_of.setdefault((config_digest, event.step, share), event)
+            if first is event:
+                continue
+            num_compared += 1
+            # Within one state, a difference is one of arithmetic: promise 1 judges it.
+            if first.lr != event.lr and first.lineage != event.lineage:
+                before = f"it was {first.lr!r} at this {noun} before"
+                text = f"LR {event.lr!r}; {before}, of the same share of the batch"
                 found.object_to(text, event)
-    return compared
+    return num_compared
 
 
 def _check_finished(record: RunRecord, found: Judgement) -> None:
     """Check the final counts of steps and tokens against the trajectory."""
-    tokens: dict[str, int] = {}
+    noun = record.unit.noun
+    first_count: dict[str, int] = {}
     for event in record.of(TrainingFinished):
-        state, tokens_seen = record.states.get(event.lineage), event.tokens
+        state = record.states.get(event.lineage)
         if state is not None and event.step != state.step:
-            noun = record.unit.noun
-            found.object_to(f"finished with {noun} {event.step} in the state of {noun} {state.step}", event)
-        if tokens.setdefault(event.lineage, tokens_seen) != tokens_seen:
-            found.object_to(f"finished with {tokens_seen} tokens, others with {tokens[event.lineage]}", event)
-        elif record.chain and event.lineage == record.chain[-1].lineage and record.chain[0].parent == ROOT:
+            text = f"finished with {noun} {event.step} in the state of {noun} {state.step}"
+            found.object_to(text, event)
+        other_count = first_count.setdefault(event.lineage, event.tokens)
+        if other_count != event.tokens:
+            text = f"finished with {event.tokens} tokens, others with {other_count}"
+            found.object_to(text, event)
+        elif _has_whole_trajectory(record, event.lineage):
             _check_tokens(record, event, found)
 
 
+def _has_whole_trajectory(record: RunRecord, lineage: str) -> bool:
+    """Return whether the history has all steps from the first to a final state."""
+    chain = record.chain
+    return bool(chain) and chain[0].parent == ROOT and chain[-1].lineage == lineage
+
+
 def _check_tokens(record: RunRecord, event: TrainingFinished, found: Judgement) -> None:
-    """Compare a final count with the sum of the steps' tokens. Tokens without a label are in the count only."""
-    tokens_seen, (total, all_labelled) = event.tokens, _add_up_tokens(record)
-    if tokens_seen < total or (all_labelled and tokens_seen != total):
-        found.object_to(f"finished with {tokens_seen} tokens, the {record.unit.noun}s' own are {total}", event)
+    """Compare a final count with the sum over the steps.
+
+    The final count includes tokens without a label, and the steps' own numbers do not.
+    """
+    total, all_labelled = _add_up_tokens(record)
+    has_too_few = event.tokens < total
+    has_too_many = all_labelled and event.tokens > total
+    if has_too_few or has_too_many:
+        own = f"the {record.unit.noun}s' own are {total}"
+        found.object_to(f"finished with {event.tokens} tokens, {own}", event)
 
 
 @view
 def _add_up_tokens(record: RunRecord) -> tuple[int, bool]:
-    """Return the tokens of all steps, and whether each batch had the same number of them."""
-    batches = [sum(number for _, number in state.batches.values()) for state in record.chain]
-    full = {point.event.tokens / number for point, number in zip(record.curve, batches, strict=True) if number}
-    return sum(point.event.tokens for point in record.curve), len(full) == 1
+    """Return the tokens of all steps, and whether each batch had the same number of tokens.
+
+    If so, every token has a label.
+    """
+    total = 0
+    tokens_per_batch: set[float] = set()
+    for state, point in zip(record.chain, record.curve, strict=True):
+        total += point.event.tokens
+        num_batches = sum(number for _, number in state.batches.values())
+        if num_batches:
+            tokens_per_batch.add(point.event.tokens / num_batches)
+    return total, len(tokens_per_batch) == 1
 
 
 def _check_saved(record: RunRecord, found: Judgement) -> int:
-    """Check that each checkpoint is of a state that its writer had made; return their number.
+    """Check that the writer of each checkpoint held the state of its step.
 
-    A checkpoint's step is torchtitan's, which is another number where the job counts rounds.
+    All steps here are torchtitan's, also if the job counts rounds.
+
+    Returns:
+        The number of checkpoints.
     """
-    saved = 0
+    num_saved = 0
     for process in record.processes:
-        held = set()
+        held: set[int | None] = set()
         for event in process.events:
             if isinstance(event, StepCommitted):
                 held.add(event.titan_step)
@@ -122,30 +165,38 @@ def _check_saved(record: RunRecord, found: Judgement) -> int:
             elif isinstance(event, CheckpointLoaded):
                 held.add(event.step)
             elif isinstance(event, CheckpointSaved):
-                saved += 1
+                num_saved += 1
                 if event.step not in held:
-                    object_to_absence(record, found, "saved a checkpoint of a step that it had not committed", event)
-    return saved
+                    text = "saved a checkpoint of a step that it had not committed"
+                    object_to_absence(record, found, text, event)
+    return num_saved
 
 
 def _check_sizes(record: RunRecord, found: Judgement) -> None:
-    """Check that no state was made by fewer groups than `min_replica_size`; those with void gradients were there."""
+    """Check that at least `min_replica_size` groups were present at each commit.
+
+    A group whose gradient was left out was present: `GradientExcluded` names it.
+    """
     num_unknown = 0
     for process in record.processes:
         least = None if process.config is None else process.config.min_replica_size
-        excluded: list[int] = []
+        num_excluded = 0
         for event in process.events:
             if isinstance(event, GradientExcluded):
-                excluded = event.slots
+                num_excluded = len(event.slots)
             elif isinstance(event, UsualSteps):
-                num_unknown += event.num_steps if least is None else 0
+                if least is None:
+                    num_unknown += event.num_steps
             elif isinstance(event, StepCommitted):
-                present = len(event.participants) + len(excluded)
-                num_unknown += least is None
-                if least is not None and present < least:
-                    # A gradient that was left out, of a group that was there, has an event of its own.
-                    text = f"committed with {count(present, 'group')}; min_replica_size is {least}"
+                num_present = len(event.participants) + num_excluded
+                num_excluded = 0
+                if least is None:
+                    num_unknown += 1
+                elif num_present < least:
+                    groups = count(num_present, "group")
+                    text = f"committed with {groups}; min_replica_size is {least}"
                     object_to_absence(record, found, text, event)
-                excluded = []
     if num_unknown:
-        found.unknown.append(f"{count(num_unknown, 'commit')} of workers whose min_replica_size is not in the history")
+        commits = count(num_unknown, "commit")
+        text = f"{commits} of workers whose min_replica_size is not in the history"
+        found.unknown.append(text)
