@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What each command of `titan-ft` takes: its arguments, with the text of its help.
+"""The arguments of each command of `titan-ft`, with their help texts.
 
 The last paragraph of a command's docstring is an example, `Example: titan-ft ...`, which also ends the line about
 arguments that are missing.
@@ -21,7 +21,7 @@ _FLAG = tyro.conf.arg(help_behavior_hint="")
 
 
 def _unset(metavar: str, *aliases: str, name: str | None = None) -> object:
-    """Show an option that may be left out by the name of its value, not by its type "{None}|FLOAT"."""
+    """Show an optional option with the name of its value instead of its type "{None}|FLOAT"."""
     return tyro.conf.arg(metavar=metavar, name=name, aliases=aliases, help_behavior_hint="")
 
 
@@ -34,12 +34,12 @@ _NODES = ("--nnodes",)
 
 
 QUIET_SECONDS = 40.0
-"""Before the end that --minutes sets: no fault comes any more, so that all groups are back when it is time to leave."""
+"""Time without new faults before the end of --minutes, so that all groups are back by then."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Start a lighthouse and supervised replica groups on this host, and show how they do.
+    """Start a lighthouse and supervised replica groups on this host, and show their progress.
 
     What follows a -- goes to the workers as torchtitan's own flags. The exit status is 0 when all groups finished, 1
     when training failed, 2 when the usage or the config is wrong, 130 or 143 when Ctrl-C or SIGTERM stopped it.
@@ -48,7 +48,7 @@ class Launch:
     """
 
     config: Annotated[tyro.conf.Positional[Path], _CONFIG]
-    """TOML of the run, as for torchtitan: a path, or the name of one that comes with titan-ft, such as llama3_debug."""
+    """TOML of the run, as for torchtitan: a path, or the name of a packaged one, such as llama3_debug."""
     replicas: Annotated[int, tyro.conf.arg(aliases=_REPLICAS)]
     """Number of replica groups; each trains on its own share of the data."""
     ranks_per_replica: Annotated[
@@ -56,26 +56,26 @@ class Launch:
     ]
     """Number of processes of each group; with GPUs, one GPU each."""
     run_dir: Annotated[Path, _RUN_DIR]
-    """Folder for logs, events and everything else of the run; it must not hold another run, except with --resume."""
+    """Folder for all files of the run. It must not hold another run, except with --resume."""
     max_restarts: int = 100
-    """Restarts of each group before it counts as failed. A restart is forgotten when it is older than 24 hours and the
-    group contributes to a step again."""
+    """Restarts of each group before it counts as failed. A restart does not count once it is older than 24 hours and
+    the group contributes to a step again."""
     lighthouse_port: int = 0
     """Port of the lighthouse; 0 lets the system choose one."""
     spares: int = 0
     """Groups in reserve: each takes the place of a group that is out of restarts."""
     drain_timeout: Annotated[float | None, _unset("SECONDS")] = None
-    """Seconds that groups get to finish their step and leave after Ctrl-C or SIGTERM; when left out, what
-    fault_tolerance.drain_timeout_seconds says."""
+    """Seconds that groups get to finish their step and leave after Ctrl-C or SIGTERM; when left out,
+    fault_tolerance.drain_timeout_seconds."""
     no_zygote: Annotated[bool, _FLAG] = False
-    """Start each worker as a new process, which takes as long as its imports, and has their memory to itself; without
-    this, workers are forks of one process that has imported everything."""
+    """Start each worker as a new process, which must import everything and shares no memory. Without this option,
+    workers are forks of one process that has imported everything."""
     private_network: Annotated[bool, _FLAG] = False
     """Give the run a loopback interface of its own, which no other process of this host reaches, and no other network.
     So data, loggers and weights must be on this host's disks; --metrics-port stays reachable."""
     resume: Annotated[bool, _FLAG] = False
-    """Go on from the last checkpoint of the earlier run in --run-dir. TOML, flags and numbers may differ from those of
-    its latest launch where that changes neither the arithmetic nor the data."""
+    """Continue from the last checkpoint of the earlier run in --run-dir. Compared with its latest launch, only
+    settings that change neither the arithmetic nor the data may differ."""
     resume_with: Annotated[str, _unset("NAME[,NAME]")] = ""
     """With --resume: fields that may differ although they change the arithmetic or the data, such as
     lr,training.seq_len."""
@@ -91,29 +91,29 @@ class Launch:
     """For --dry-run: gigabits per second between a GPU and its host's memory; 200, PCIe 4.0 with 16 lanes, when left
     out."""
     minutes: Annotated[float, tyro.conf.arg(metavar="MINUTES")] = 0.0
-    """End the run in order so long after its first step, which is a success if every group could leave; 0 trains to the
-    last step."""
+    """End the run in order this many minutes after its first step. The run succeeds if every group could leave. 0
+    trains to the last step."""
     chaos: Annotated[Path | None, _unset("PLAN")] = None
-    """TOML of the faults to inject into the run: a path, or the name of one that comes with titan-ft, such as
-    every_15s; those inside the workers need fault_tolerance.chaos = true."""
+    """TOML of the faults to inject into the run: a path, or the name of a packaged plan, such as every_15s. Faults
+    inside the workers need fault_tolerance.chaos = true."""
     chaos_seed: Annotated[int | None, _unset("SEED")] = None
-    """Seed of the faults, in place of the one in their TOML: the same seed brings the same faults."""
+    """Seed of the faults, instead of the seed in their TOML. The same seed gives the same faults."""
     metrics_port: Annotated[str, _unset("[HOST:]PORT")] = ""
-    """PORT or HOST:PORT where Prometheus finds the run's figures; a PORT alone is open to this host only."""
+    """PORT or HOST:PORT at which Prometheus reads the run's figures. With a PORT alone, only this host can."""
 
 
 @dataclass(frozen=True)
 class LighthouseSettings:
-    """How a lighthouse judges who is there."""
+    """When a lighthouse counts a group as present."""
 
     min_replicas: int = 1
-    """Fewest groups of a quorum. Leave it at 1: fault_tolerance.min_replica_size is what commits wait for, and a group
-    that is left alone at the end of a run would wait here for ever."""
+    """Fewest groups of a quorum. Leave it at 1: commits wait for fault_tolerance.min_replica_size, and the last group
+    of a run would wait for a larger quorum forever."""
     heartbeat_timeout_ms: int = 500
     """Milliseconds without a heartbeat after which a group counts as gone."""
     join_timeout_ms: int = 60_000
     """Milliseconds, from the first request, to wait for groups that heartbeat but have not asked for the quorum yet.
-    With a semi_sync_method as many as the job's config has."""
+    With a semi_sync_method use the value of the job's config."""
 
 
 @dataclass(frozen=True)
@@ -127,34 +127,34 @@ class Lighthouse(LighthouseSettings):
     """HOST:PORT to listen at, with a numeric host; [::] is all addresses of this host, port 0 lets the system choose
     one."""
     announce: Annotated[Path | None, _unset("FILE")] = None
-    """Say in FILE, in the run's folder, where this lighthouse is, for groups with fault_tolerance.lighthouse =
-    "file:FILE". It steps down when another one says so there, as its successor on another host does."""
+    """Write the address of this lighthouse to FILE, in the run's folder, for groups with fault_tolerance.lighthouse =
+    "file:FILE". The lighthouse ends when another one, such as its successor on another host, writes its address."""
     standby: Annotated[bool, _FLAG] = False
-    """With --announce: be ready, and announce this lighthouse when the one in FILE does not answer; then the groups
-    follow within two seconds."""
+    """With --announce: wait until the lighthouse in FILE does not answer, then announce this one. The groups follow
+    within two seconds."""
     run_dir: Annotated[Path | None, _unset("FOLDER")] = None
     """Folder of the run, for the events of this lighthouse; when left out, the folder of --announce's FILE."""
     advertise: Annotated[str, _unset("HOST")] = ""
-    """The numeric address that the groups reach this host at, which is printed and announced; when left out, that of
-    --bind, or of the interface which leads out of this host."""
+    """Numeric address at which groups reach this host; it is printed and announced. When left out, the address of
+    --bind, or of the interface with the default route."""
 
 
 @dataclass(frozen=True)
 class _OfGroup:
-    """What runs the processes of a group, on a cluster."""
+    """Options of the agents that keep a group's processes on a cluster."""
 
     config: Annotated[tyro.conf.Positional[Path], _CONFIG]
-    """TOML of the run: a path, or the name of one that comes with titan-ft."""
+    """TOML of the run: a path, or the name of a packaged one."""
     run_dir: Annotated[Path, _RUN_DIR]
     """Folder of the run, on storage that all groups share: events, logs, checkpoints."""
     no_zygote: Annotated[bool, _FLAG] = False
-    """Start each worker as a new process; without this, workers are forks of their node's agent, which has imported
-    everything."""
+    """Start each worker as a new process. Without this option, workers are forks of their node's agent, which has
+    imported everything."""
     max_restarts: int = 100
-    """Restarts of the group on its nodes before it counts as failed. A restart is forgotten when it is older than 24
-    hours and the group contributes to a step again."""
+    """Restarts of the group on its nodes before it counts as failed. A restart does not count once it is older than
+    24 hours and the group contributes to a step again."""
     host_window: int = 3600
-    """Seconds within which --host-deaths are counted."""
+    """Seconds over which --host-deaths counts."""
     on_host_suspected: Annotated[str, _unset("COMMAND")] = ""
     """Command to run when a host is left, with the host and the reason as further arguments."""
 
@@ -184,16 +184,16 @@ class Group(_OfGroup):
     """Number of processes on each node; when left out, SLURM_GPUS_ON_NODE, SLURM_GPUS_PER_NODE or
     SLURM_NTASKS_PER_NODE."""
     ranks_per_replica: Annotated[int | None, _unset("R", *_RANKS_PER_REPLICA)] = None
-    """The same for the whole group: as many processes on all of its nodes together."""
+    """Number of processes on all nodes of the group together, instead of the number on each node."""
     nodes: Annotated[int | None, _unset("M", *_NODES)] = None
     """Number of nodes of the group; when left out, SLURM_NNODES, else 1."""
     rendezvous: Annotated[str, _unset("HOST:PORT", "--rdzv-endpoint")] = ""
-    """HOST:PORT where the nodes of the group meet: a free port of one of them. When left out, the first of
-    SLURM_JOB_NODELIST; a single node needs none."""
+    """HOST:PORT at which the nodes of the group meet: a free port of one node. When left out, the first node of
+    SLURM_JOB_NODELIST. A single node needs no such address."""
     metrics_port: Annotated[str, _unset("[HOST:]PORT")] = ""
-    """PORT or HOST:PORT of the group's first node where Prometheus finds the group's figures."""
+    """PORT or HOST:PORT of the group's first node at which Prometheus reads the group's figures."""
     host_deaths: int = 0
-    """Leave with exit status 4 when workers of the job have died so often on this host; 0: never."""
+    """Leave with exit status 4 after this many deaths of the job's workers on this host; 0 = never."""
     dry_run: Annotated[bool, _FLAG] = False
     """Print the command with its environment, and start nothing."""
 
@@ -215,12 +215,12 @@ class SlurmSubmit(_OfGroup):
     ranks_per_node: Annotated[int | None, _unset("R", *_RANKS_PER_NODE)] = None
     """Number of processes on each node: as many as it has GPUs."""
     ranks_per_replica: Annotated[int | None, _unset("R", *_RANKS_PER_REPLICA)] = None
-    """The same for a whole group: as many processes on all of its nodes together."""
+    """Number of processes on all nodes of a group together, instead of the number on each node."""
     nodes: Annotated[int, tyro.conf.arg(metavar="M", aliases=_NODES)] = 1
     """Number of nodes of each group."""
     time: Annotated[str, _unset("TIME")] = ""
-    """Time limit of the groups' jobs, as sbatch takes it. Each group leaves in order before, and is requeued; when left
-    out, that of the partition."""
+    """Time limit of the groups' jobs, in the form of sbatch. Each group leaves in order before the limit, and is
+    requeued. When left out, the limit of the partition."""
     standby: Annotated[bool, _FLAG] = False
     """Submit a second lighthouse, which takes over within seconds when the first one dies with its node."""
     group_options: Annotated[str, _unset("OPTIONS")] = ""
@@ -228,9 +228,9 @@ class SlurmSubmit(_OfGroup):
     lighthouse_options: Annotated[str, _unset("OPTIONS")] = ""
     """More options of sbatch for the lighthouses, such as "--partition=cpu --exclusive"."""
     token_file: Annotated[Path | None, _unset("FILE")] = None
-    """The secret that all groups share, readable by you alone; when left out, it is made, as RUN_DIR/token."""
+    """File with the token that all groups share, readable by you alone. When left out, RUN_DIR/token is made."""
     host_deaths: int = 5
-    """A group leaves a host on which workers of the run have died so often; 0: never."""
+    """A group leaves a host after this many deaths of the run's workers there; 0 = never."""
     dry_run: Annotated[bool, _FLAG] = False
     """Print what would be submitted, and leave no files."""
 
@@ -247,7 +247,7 @@ class Kubernetes:
     """
 
     config: Annotated[tyro.conf.Positional[Path], _CONFIG]
-    """TOML of the run: a path, or the name of one that comes with titan-ft. The pods get what it holds now."""
+    """TOML of the run: a path, or the name of a packaged one. The pods get its present content."""
     image: str
     """Image of all pods."""
     replicas: Annotated[int, tyro.conf.arg(metavar="N", aliases=_REPLICAS)]
@@ -255,7 +255,7 @@ class Kubernetes:
     ranks_per_node: Annotated[int | None, _unset("R", *_RANKS_PER_NODE)] = None
     """Number of processes, and of GPUs, of each pod."""
     ranks_per_replica: Annotated[int | None, _unset("R", *_RANKS_PER_REPLICA)] = None
-    """The same for a whole group: as many processes on all of its pods together."""
+    """Number of processes on all pods of a group together, instead of the number on each pod."""
     nodes: Annotated[int, tyro.conf.arg(metavar="M", aliases=_NODES)] = 1
     """Number of pods of each group."""
     name: str = "titan-ft"
@@ -263,14 +263,14 @@ class Kubernetes:
     storage: str = "1Ti"
     """Size of the volume for events, logs and checkpoints."""
     storage_class: Annotated[str, _unset("CLASS")] = ""
-    """Class of its storage, on which many pods can write; when left out, the cluster's default."""
+    """Storage class of the volume, which many pods must be able to write; when left out, the cluster's default."""
     gpu_resource: str = "nvidia.com/gpu"
-    """What a GPU is called in the cluster; an empty text asks for none."""
+    """The cluster's name for a GPU; an empty text requests no GPUs."""
 
 
 @dataclass(frozen=True)
 class Chaos:
-    """Break a running job on purpose: one FAULT now, or a whole --plan, until that or the job ends, or Ctrl-C.
+    """Inject faults into a running job: one FAULT now, or a --plan, until its end, the job's end or Ctrl-C.
 
     The exit status is 0 when the fault was injected or the plan carried out, 1 when the fault could not be injected, 2
     when the usage is wrong or no such job runs. Processes that were stopped go on in any case.
@@ -283,15 +283,15 @@ class Chaos:
     fault: Annotated[tyro.conf.Positional[str | None], _unset("FAULT")] = None
     """A fault to inject now; see --list."""
     replica: Annotated[int | None, _unset("K", *_REPLICA)] = None
-    """Group that FAULT hits; left to chance when left out."""
+    """Group that FAULT hits; when left out, the seed chooses."""
     rank: Annotated[int | None, _unset("RANK")] = None
-    """Rank of it that FAULT hits; left to chance when left out."""
+    """Rank of the group that FAULT hits; when left out, the seed chooses."""
     settings: Annotated[tuple[str, ...], _unset("NAME=VALUE ...", name="set")] = ()
     """Parameters of FAULT, such as seconds=5."""
     plan: Annotated[Path | None, _unset("PLAN")] = None
-    """TOML of a plan to carry out: a path, or the name of one that comes with titan-ft, such as poisson."""
+    """TOML of a plan to carry out: a path, or the name of a packaged plan, such as poisson."""
     seed: Annotated[int | None, _unset("SEED")] = None
-    """Replays the choices of an earlier plan or fault; a new one is drawn and told when left out."""
+    """Seed of all choices, to repeat an earlier plan or fault. When left out, a new seed is drawn and printed."""
     for_seconds: Annotated[float | None, _unset("SECONDS")] = None
     """End after this time."""
     list_faults: Annotated[bool, tyro.conf.arg(name="list", help_behavior_hint="")] = False
@@ -306,7 +306,7 @@ class _OfRun:
 
 @dataclass(frozen=True)
 class Check(_OfRun):
-    """Verify the promises of a run from its events: each holds, does not hold, or cannot be told.
+    """Verify the promises of a run from its events: each holds, does not hold, or is unknown.
 
     What became of the batches is part of it: lost, repeated, void. The exit status is 0 when everything asked holds,
     else 1.
@@ -315,17 +315,17 @@ class Check(_OfRun):
     """
 
     against: Annotated[Path | None, _unset("RUN_DIR")] = None
-    """The --run-dir of a run without failures, of the same config: its loss curve must be followed."""
+    """The --run-dir of a run without failures and with the same config. The loss curves must agree."""
     reread: Annotated[bool, _FLAG] = False
-    """Read the data that were trained once more, each slot without a break, and compare every batch with what was
-    trained; takes as long as reading and tokenizing them did, and needs what training needed to read them."""
+    """Read the trained data again, each slot without a break, and compare every batch with the trained one. This
+    takes as long as reading and tokenizing did in training, and needs the same access to the data."""
     json: Annotated[bool, _FLAG] = False
     """Print all findings as JSON."""
 
 
 @dataclass(frozen=True)
 class Top(_OfRun):
-    """Show a run live in the terminal: its groups, its loss and what happens to it.
+    """Show a run live in the terminal: its groups, its loss and its latest events.
 
     Without a terminal it is shown once. r shows the ranks, ? explains the columns, q or Ctrl-C leaves. A run that is
     over is shown as it ended.
@@ -334,7 +334,7 @@ class Top(_OfRun):
     """
 
     once: Annotated[bool, _FLAG] = False
-    """Show it once, as it is now."""
+    """Show the run once, as it is now."""
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ class Curves(_OfRun):
     """
 
     out: Annotated[Path | None, _unset("FOLDER")] = None
-    """Folder of the curves, which is theirs alone; when left out, RUN_DIR/tb/job."""
+    """Folder for the curves and nothing else; when left out, RUN_DIR/tb/job."""
 
 
 @dataclass(frozen=True)
@@ -376,13 +376,13 @@ class Report(_OfRun):
     """
 
     other: Annotated[tyro.conf.Positional[Path | None], _unset("[RUN_DIR2]", name="run_dir2")] = None
-    """Another run, to compare the first one with."""
+    """Another run to compare with."""
     json: Annotated[bool, _FLAG] = False
     """Print the figures as JSON, and write no page."""
     out: Annotated[Path | None, _unset("FOLDER")] = None
     """Folder of the page (index.html, or compare.html of two runs); when left out, RUN_DIR/report."""
     against: Annotated[Path | None, _unset("RUN_DIR")] = None
-    """The same as a second run."""
+    """Another run to compare with; the same as a second RUN_DIR."""
 
 
 @dataclass(frozen=True)
@@ -405,9 +405,9 @@ class Planning:
     chaos: Annotated[Path | None, _unset("PLAN")] = None
     """With --from: a chaos plan, carried out on the groups of these runs."""
     chaos_seed: Annotated[int | None, _unset("SEED")] = None
-    """Seed of that plan, in place of its own."""
+    """Seed of the plan, instead of the seed in its file."""
     minutes: Annotated[float | None, _unset("MINUTES")] = None
-    """Length of that campaign from its first step; when left out, that of the runs."""
+    """Length of the campaign from its first step; when left out, the length of the runs."""
     validate: Annotated[bool, _FLAG] = False
     """Print the validation set: published, this planner's, error, and which input was fitted."""
     trace_out: Annotated[Path | None, _unset("FILE")] = None
@@ -434,7 +434,7 @@ class ShowConfig:
     """
 
     config: Annotated[tyro.conf.Positional[Path], _CONFIG]
-    """TOML of the run: a path, or the name of one that comes with titan-ft."""
+    """TOML of the run: a path, or the name of a packaged one."""
     replicas: Annotated[int | None, _unset("N", *_REPLICAS)] = None
     """Resolve it as `titan-ft launch --replicas` does, which sets enable and group_size; when left out, as a worker
     of torchrun does."""
