@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lay a run's status out for a terminal of any size; pure, but for rich's text."""
+"""Lay out a run's status for a terminal of any size. Pure functions; the lines are rich's texts."""
 
 from __future__ import annotations
 
@@ -30,104 +30,140 @@ _STYLE_OF: dict[Severity, str] = {"notice": "", "chaos": "magenta", "failure": "
 _STYLES = {"green": "green", "amber": "yellow", "red": "red"}
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 MAX_HOSTS = 4
-"""Lines about hosts, where the height is limited."""
+"""Rows of hosts, if the height is limited."""
 NUM_LINES = 10
-"""Of what happened, where the height is not limited."""
+"""Lines of latest events, if the height is not limited."""
 MIN_LINES = 4
-"""Of what happened, below a table of ranks."""
+"""Lines of latest events below a table of ranks."""
 MAX_SHOWN = 100
-"""Happenings that are laid out: more than a terminal has lines."""
+"""Events that are laid out: more than the lines of a terminal."""
 CONTINUED = 10 * " "
-"""Begins a line that goes on with the happening above it."""
+"""Indentation of a line that continues the event above."""
 MAX_WRAPPED = 6
-"""Lines of one happening."""
+"""Largest number of lines of one event."""
 
 
 @dataclass(frozen=True)
 class Screen:
-    """What there is to draw on."""
+    """Size and abilities of the terminal, and the user's choices."""
 
     width: int
     height: int | None = None
-    """None: as many lines as it takes."""
+    """Lines; None = as many as needed."""
     ascii_only: bool = False
     hint: str = ""
-    """Stands at the right end of the first line."""
+    """Text at the right end of the first line."""
     ranks: bool = False
-    """Whether the ranks have a table."""
+    """True shows a table of the ranks."""
     help: bool = False
-    """Whether the columns are explained, in place of what happened and of groups that have no room beside it."""
+    """True explains the columns instead of showing the latest events."""
 
 
 def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: bool = True) -> Group:
-    """Return what shows a run: head, loss, a table of the groups, one of the hosts, what happened last.
+    """Lay out a run: head, loss, table of the groups, table of the hosts, latest events.
 
     Args:
-        name: what the run is called, such as its folder.
+        name: name of the run, such as its folder.
         now: Unix seconds.
-        history: whether to show what happened; the launcher prints that above.
+        history: True shows the latest events; the launcher prints them above the frame itself.
     """
     from rich.console import Group
 
-    head = [*([_title(name, screen)] if history else []), *_state(run, now, screen), *_figures(run, now, screen.width)]
-    head += [*_losses(run, screen), _text("")]
+    head = _head(run, name, now, screen, history=history)
     figures = run.fold.hosts.figures
-    hosts = _hosts(figures, screen.width, len(figures)) if worth_a_table(figures) else []
-    happened = _happened(run, screen) if history else []
+    hosts = []
+    if worth_a_table(figures):
+        hosts = _hosts(figures, screen.width, len(figures))
     num_groups = len(run.fold.groups)
     if screen.height is None:
         num_ranks = sum(len(group.ranks) for group in run.fold.groups.values())
-        rows, num_lines, room_of_ranks = num_groups, NUM_LINES, 10 * num_ranks + 2
+        num_rows = num_groups
+        num_lines = NUM_LINES
+        room_of_ranks = 10 * num_ranks + 2
     else:
-        room = max(0, screen.height - len(head) - 2)  # the table's head, and an empty line
+        room = max(0, screen.height - len(head) - 2)  # without the table's head and an empty line
         if screen.help:
-            hosts = []  # no room: of two columns in three nothing was said on a terminal of 24 lines
+            # The help needs the room: on 24 lines, two of three columns had no explanation.
+            hosts = []
         if hosts:
             hosts = _hosts(figures, screen.width, min(MAX_HOSTS, room // 4 - 2))
         room -= len(hosts)
-        rows = min(num_groups, max(room - NUM_LINES, room - room // 3) if history else room)
-        if screen.help:
-            rows = max(min(rows, 1), min(rows, room - len(_explained(screen.width))))
-        room_of_ranks = max(0, room - rows - MIN_LINES)
-        num_lines = room - rows
-    shown, hidden = _shown(run, rows)
+        num_rows = _num_rows(num_groups, room, screen, history=history)
+        num_lines = room - num_rows
+        room_of_ranks = max(0, num_lines - MIN_LINES)
+    shown, hidden = _shown(run, num_rows)
     until = run.fold.last_event if run.end else now
     table = group_table(run.groups, until, screen.width, shown, ascii_only=screen.ascii_only)
     ranks = []
     if screen.ranks:
         groups = [run.fold.groups[group.replica] for group in shown]
         ranks = rank_lines(groups, run.fold.unit, until, room_of_ranks - 1)
-    ranks = [_text(""), *ranks] if ranks else []
-    tail = [*([_text(hidden, "dim")] if hidden else []), *ranks, *hosts]
-    if screen.help:
-        happened = _explained(screen.width)[: max(0, num_lines - len(ranks))]
-    elif history:
-        num_lines -= len(ranks)
-        happened = happened[-num_lines:] if num_lines > 0 else []
-        while happened and happened[0].plain.startswith(CONTINUED):
-            happened.pop(0)  # its beginning has no room
+    if ranks:
+        ranks = [_text(""), *ranks]
+    tail = [*ranks, *hosts]
+    if hidden:
+        tail.insert(0, _text(hidden, "dim"))
     if history:
-        tail += [_text(""), *happened]
+        tail += [_text(""), *_bottom(run, screen, num_lines - len(ranks))]
     for line in [*head, *tail]:
         line.overflow = "crop" if screen.ascii_only else "ellipsis"
     return Group(*head, table, *tail)
 
 
+def _head(run: RunStatus, name: str, now: float, screen: Screen, *, history: bool) -> list[Text]:
+    """Return the lines above the table of the groups."""
+    lines = [_title(name, screen)] if history else []
+    lines += _state(run, now, screen)
+    lines += _figures(run, now, screen.width)
+    lines += _losses(run, screen)
+    lines.append(_text(""))
+    return lines
+
+
+def _num_rows(num_groups: int, room: int, screen: Screen, *, history: bool) -> int:
+    """Return the number of rows of the table of the groups, where the height is limited."""
+    most = room
+    if history:
+        # The latest events get NUM_LINES lines, but at most a third of the room.
+        most = max(room - NUM_LINES, room - room // 3)
+    num_rows = min(num_groups, most)
+    if screen.help:
+        room_beside_help = room - len(_explained(screen.width))
+        num_rows = max(min(num_rows, 1), min(num_rows, room_beside_help))
+    return num_rows
+
+
+def _bottom(run: RunStatus, screen: Screen, num_lines: int) -> list[Text]:
+    """Return the explanation of the columns, or the latest events, in at most `num_lines` lines."""
+    if screen.help:
+        return _explained(screen.width)[: max(0, num_lines)]
+    if num_lines <= 0:
+        return []
+    lines = _happened(run, screen)[-num_lines:]
+    # Without its first line an event cannot be understood.
+    while lines and lines[0].plain.startswith(CONTINUED):
+        lines.pop(0)
+    return lines
+
+
 def _happened(run: RunStatus, screen: Screen) -> list[Text]:
-    """Return what happened, each line wrapped to the width: the reason of a failure is never cut off."""
+    """Return the latest events, wrapped to the width so that no reason of a failure is cut off."""
     lines: list[Text] = []
     for line in list(run.lines)[-MAX_SHOWN:]:
-        lines += _line(line.time - (run.fold.started or 0.0), line.text, line.severity, screen.width)
+        seconds = line.time - (run.fold.started or 0.0)
+        lines += _line(seconds, line.text, line.severity, screen.width)
     return lines
 
 
 def _explained(width: int) -> list[Text]:
-    """Return what the columns of the groups mean, a paragraph each."""
+    """Return the meaning of each column of the groups."""
     name_width = max(map(len, EXPLAINED)) + GAP
     lines = []
     for name, meaning in EXPLAINED.items():
-        for place, part in enumerate(textwrap.wrap(meaning, max(16, width - name_width))):
-            lines.append(_text("").append((name if place == 0 else "").ljust(name_width), "bold").append(part))
+        label = name
+        for part in textwrap.wrap(meaning, max(16, width - name_width)):
+            lines.append(_text("").append(label.ljust(name_width), "bold").append(part))
+            label = ""
     return lines
 
 
@@ -147,7 +183,7 @@ def _title(name: str, screen: Screen) -> Text:
 
 
 def _state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
-    """Return how the run is, and once it is over what became of it."""
+    """Return the state of the run, or its outcome once it is over."""
     if run.fold.started is None:
         return [_text("nothing has started yet", "yellow")]
     what, elapsed = shape(len(run.groups), run.fold.num_ranks), clock(run.elapsed(now))
@@ -166,32 +202,45 @@ def _state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
 
 
 def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
-    """Return the figures of the whole run, in as many lines as the width asks for."""
+    """Return the figures of the whole run, in as many lines as the width requires."""
     rate, left, steps = run.tokens_per_second(now), run.seconds_left(now), run.fold.steps
-    share = f" ({100 * steps.num_committed / steps.num_attempted:.1f} %)" if steps.num_attempted else ""
+    committed = f"{steps.num_committed}/{steps.num_attempted}"
+    if steps.num_attempted:
+        committed += f" ({100 * steps.num_committed / steps.num_attempted:.1f} %)"
     step = None if run.step is None else run.fold.unit.step_after(run.step)
-    figures = [
-        *([("round", number(run.step))] if run.fold.unit.method else []),
-        ("step", number(step) + ("" if run.fold.target is None else f"/{run.fold.target}")),
+    step_text = number(step)
+    if run.fold.target is not None:
+        step_text += f"/{run.fold.target}"
+    figures = []
+    if run.fold.unit.method:
+        figures.append(("round", number(run.step)))
+    figures += [
+        ("step", step_text),
         ("loss", number(run.loss, ".5f")),
         ("tokens/s", number(rate, ",.0f")),
-        *([] if left is None else [("ETA", clock(left))]),
+    ]
+    if left is not None:
+        figures.append(("ETA", clock(left)))
+    figures += [
         ("contributing", f"{len(run.participants)}/{len(run.groups)}"),
-        ("committed", f"{steps.num_committed}/{steps.num_attempted}{share}"),
+        ("committed", committed),
         ("faults", str(run.fold.faults.num_injected)),
         ("restarts", str(run.restarts)),
         ("lighthouse restarts", str(run.fold.num_lighthouse_restarts)),
     ]
     lines = [_text("")]
     for label, value in figures:
-        if lines[-1].plain and len(lines[-1].plain) + GAP + len(label) + 1 + len(value) > width:
+        used = len(lines[-1].plain)
+        if used and used + GAP + len(label) + 1 + len(value) > width:
             lines.append(_text(""))
-        lines[-1].append("  " if lines[-1].plain else "").append(f"{label} ", "dim").append(value, "bold")
+            used = 0
+        lines[-1].append("  " if used else "")
+        lines[-1].append(f"{label} ", "dim").append(value, "bold")
     return lines
 
 
 def _losses(run: RunStatus, screen: Screen) -> list[Text]:
-    """Return the course of the loss, with its first and last value, on one line or three."""
+    """Return a chart of the loss with its first and last value, on one line or three."""
     known = run.losses.points
     if len(known) < 2:
         return []
@@ -205,7 +254,7 @@ def _losses(run: RunStatus, screen: Screen) -> list[Text]:
 
 
 def sparkline(values: Sequence[float], width: int, rows: int = 1, *, ascii_only: bool = False) -> list[str]:
-    """Return a bar chart of values, each column the mean of its share of them, as `rows` lines of `width` at most."""
+    """Return a bar chart of `rows` lines and at most `width` columns. A column is the mean of its values."""
     num = min(len(values), max(1, width))
     cuts = [index * len(values) // num for index in range(num + 1)]
     means = [fmean(values[start:end]) for start, end in pairwise(cuts)]
@@ -221,14 +270,15 @@ def sparkline(values: Sequence[float], width: int, rows: int = 1, *, ascii_only:
 
 
 def _hosts(hosts: Sequence[HostFigures], width: int, max_rows: int) -> list[Text]:
-    """Return a table of the hosts, below an empty line; nothing where one of several would not have a row."""
+    """Return an empty line and a table of the hosts; nothing if there is no room for two rows."""
     if max_rows < min(2, len(hosts)):
         return []
     shown = hosts if len(hosts) <= max_rows else hosts[: max_rows - 1]
     cells = [("host", "starts", "deaths", "left", "groups")]
     cells += [(h.host, f"{h.starts}", f"{h.deaths}", f"{h.left}", name_range(h.groups)) for h in shown]
     longest = max(len(row[0]) for row in cells)
-    name = min(longest, max(8, width // 3))  # of a long name a part; the figures behind it are never cut off before it
+    # A long name is cut, so that the figures after it are not.
+    name = min(longest, max(8, width // 3))
     space = " " * GAP
     lines = [
         f"{host[:name]:{name}}{space}{starts:>6}{space}{deaths:>6}{space}{left:>4}{space}{groups}"
@@ -240,7 +290,7 @@ def _hosts(hosts: Sequence[HostFigures], width: int, max_rows: int) -> list[Text
 
 
 def _shown(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
-    """Return the groups that have a row, and a line about the others; of too many, those that train are left out."""
+    """Return the groups with a row, and a line about the others. Training groups are left out first."""
     groups = list(run.groups.values())
     if max_rows >= len(groups):
         return groups, ""
