@@ -1,8 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a run's time and work went into, and the figures that other systems publish of theirs.
+"""The use of a run's time and work, and the figures that other systems publish about theirs.
 
-Where there is a choice the stricter definition is taken: all time from the launch to its end counts, start included.
+If there are several definitions, the stricter one counts: all time from the launch to its end, the
+start included. The report, the forecast and the benchmarks read this module. See docs/observing.md,
+"The history".
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.record.usual_steps import UsualSteps
@@ -22,32 +24,38 @@ from titan_ft.run.events import ExchangeFailed, StepCommitted, Waiting
 
 @dataclass
 class Goodput:
-    """The figures of one run. None where it is not in the history."""
+    """The figures of one run. A figure that the history does not have is None."""
 
     wall_us: int = 0
     """From `launch_started` (else the first event) to `launch_finished` (else the last event)."""
     num_groups: int = 0
     groups_us: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Microseconds of each group in each state of `titan_ft.history.timing.timeline`; a group's add up to `wall_us`."""
+    """Microseconds of each group in each state of `titan_ft.history.timing.timeline`.
+
+    The sum of each group is `wall_us`.
+    """
     job_us: dict[str, int] = field(default_factory=dict)
-    """The sum over the groups; adds up to `wall_us` x `num_groups`, exactly."""
+    """The sum over the groups. The sum of all states is exactly `wall_us` x `num_groups`."""
     usual_step_seconds: float | None = None
-    """Median time from step to step, among steps that all groups made at the first try."""
+    """Median time from step to step, over the steps that all groups made at the first try."""
     effective_training_time: float | None = None
-    """See `effective_training_time`; of the whole time, start and end included."""
+    """See `effective_training_time`; the share of the whole time, start and end included."""
     effective_training_time_in_training: float | None = None
-    """The same, of the time from the begin of the first step to the last commit."""
+    """The share of the time from the begin of the first step to the last commit."""
     exchanges_attempted: int = 0
     exchanges_committed: int = 0
     """See `count_exchanges`."""
     steps_begun: int = 0
+    """The steps that groups began to compute; each group counts."""
     steps_committed: int = 0
-    """Each group's by themselves: those that it began to compute, and those of them that are in the job's state."""
+    """The number of these steps that are in the job's state."""
     forward_passes: int = 0
-    """Forward passes (microbatches, each counted once for its whole group) that were computed. Of a step that was cut
-    short, those that may have been begun."""
+    """Forward passes (microbatches) that groups computed; all ranks of a group are one.
+
+    For a step that was cut short, the number is an upper bound.
+    """
     wasted: dict[str, int] = field(default_factory=dict)
-    """Those of them that were for nothing, by reason."""
+    """The forward passes that were computed for nothing, by reason."""
     steps_per_hour: float | None = None
     """Committed steps of the job per hour of the whole time."""
     tokens_per_second: float | None = None
@@ -55,11 +63,11 @@ class Goodput:
     num_failures: int = 0
     """See `titan_ft.history.fold.run`."""
     mean_stall_seconds: float | None = None
-    """Over the failures that other groups lived to see; those that stalled nobody count as 0."""
+    """Mean over the failures that other groups survived; a failure without a stall counts as 0."""
 
     @property
     def group_us(self) -> int:
-        """Return wall time x groups."""
+        """Wall time x groups."""
         return self.wall_us * self.num_groups
 
     @property
@@ -67,76 +75,114 @@ class Goodput:
         return sum(self.wasted.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain dictionaries and numbers, for JSON."""
-        shares = {state: round(self.job_us.get(state, 0) / (self.group_us or 1), 6) for state in STATES}
-        return asdict(self) | {"group_us": self.group_us, "shares": shares, "num_wasted": self.num_wasted}
+        """Return the figures as plain dictionaries and numbers for JSON."""
+        whole_us = self.group_us or 1
+        figures = asdict(self)
+        figures["group_us"] = self.group_us
+        figures["shares"] = {state: round(self.job_us.get(state, 0) / whole_us, 6) for state in STATES}
+        figures["num_wasted"] = self.num_wasted
+        return figures
 
 
 @view
 def goodput(record: RunRecord) -> Goodput:
-    """Return what the time and the work of a run went into."""
-    line = timeline(record)
-    result = Goodput(wall_us=line.wall_us, num_groups=len(line.groups))
-    for replica in line.groups:
-        totals = line.totals_us(replica)
-        result.groups_us[replica] = {state: totals[state] for state in STATES if totals[state]}
-        assert sum(totals.values()) == line.wall_us, f"the time of group {replica} does not add up"
-    result.job_us = dict(sum((Counter(states) for states in result.groups_us.values()), Counter()))
-    assert sum(result.job_us.values()) == result.group_us, "the job's time does not add up"
+    """Return the use of a run's time and work."""
+    result = Goodput()
+    _add_up_times(record, result)
+    whole, in_training = effective_training_time(record)
     result.usual_step_seconds = record.usual_step_seconds
-    result.effective_training_time, result.effective_training_time_in_training = effective_training_time(record)
+    result.effective_training_time = whole
+    result.effective_training_time_in_training = in_training
     result.exchanges_attempted, result.exchanges_committed = count_exchanges(record)
-    begun = _steps_begun(record)
-    usual = [event for event in record.of(UsualSteps) if event.rank == 0]
-    num_usual = sum(event.num_steps for event in usual)
-    result.steps_begun = len(begun) + num_usual
-    result.steps_committed = sum(not why for _, why in begun) + num_usual
-    result.forward_passes = sum(passes for passes, _ in begun) + sum(event.forward_passes for event in usual)
-    for passes, why in begun:
-        if why and passes:
-            result.wasted[why] = result.wasted.get(why, 0) + passes
-    if line.wall_us:
+    _count_work(record, result)
+    if result.wall_us:
         steps = record.first_commits.values()
-        result.steps_per_hour = len(steps) * 3600e6 / line.wall_us
-        result.tokens_per_second = sum(event.tokens for event in steps) * 1e6 / line.wall_us
+        result.steps_per_hour = len(steps) * 3600e6 / result.wall_us
+        result.tokens_per_second = sum(event.tokens for event in steps) * 1e6 / result.wall_us
     failures = find_failures(record)
-    known = [failure.stall_seconds for failure in failures if failure.stall_seconds is not None]
     result.num_failures = len(failures)
-    result.mean_stall_seconds = mean(known) if known else None
+    stalls = [each.stall_seconds for each in failures if each.stall_seconds is not None]
+    result.mean_stall_seconds = mean(stalls) if stalls else None
     return result
 
 
+def _add_up_times(record: RunRecord, result: Goodput) -> None:
+    """Set the microseconds of each group and of the job in each state."""
+    line = timeline(record)
+    result.wall_us = line.wall_us
+    result.num_groups = len(line.groups)
+    job_us: Counter[str] = Counter()
+    for replica in line.groups:
+        totals = line.totals_us(replica)
+        assert sum(totals.values()) == line.wall_us, f"the time of group {replica} does not add up"
+        result.groups_us[replica] = {state: totals[state] for state in STATES if totals[state]}
+        job_us += Counter(result.groups_us[replica])
+    result.job_us = dict(job_us)
+    assert sum(result.job_us.values()) == result.group_us, "the job's time does not add up"
+
+
+def _count_work(record: RunRecord, result: Goodput) -> None:
+    """Set the numbers of steps and forward passes."""
+    begun = _find_begun_steps(record)
+    result.steps_begun = len(begun)
+    for step in begun:
+        result.forward_passes += step.forward_passes
+        if not step.why_wasted:
+            result.steps_committed += 1
+        elif step.forward_passes:
+            known = result.wasted.get(step.why_wasted, 0)
+            result.wasted[step.why_wasted] = known + step.forward_passes
+    for usual in record.of(UsualSteps):
+        if usual.rank == 0:
+            result.steps_begun += usual.num_steps
+            result.steps_committed += usual.num_steps
+            result.forward_passes += usual.forward_passes
+
+
 def effective_training_time(record: RunRecord) -> tuple[float | None, float | None]:
-    """Return the effective training time as a share of the whole time, and of the time between first and last step.
+    """Return the effective training time as a share of all time, and of the time in training.
 
-    sum over committed steps of min(time since the step before, usual step) x contributing groups / all groups, divided
-    by the time. So a stall counts as lost for all groups, a group that is away for itself, and a step that was slower
-    than usual for whatever reason counts as a usual one; one that was faster does not make up for it. A group that
-    joins in the midst of a round counts by the steps that it made for it. On a machine on
-    which steps take now more and now less time it is therefore below 100 % even without failures.
+    The time in training is the time between the first and the last step. Effective training time is
+    the sum, over all committed steps, of
 
-    Source: "effective training time" of FT-HSDP (Salpekar et al., "Training LLMs with Fault Tolerant HSDP on 100,000
-    GPUs", arXiv 2602.00277): from 44 % to 80 % as the stall per failure goes from 10 to 3 minutes. The formula is ours:
-    of the paper's text only the abstract was at hand, which has none. It is the reading that explains those figures
-    with the paper's failure each 18 minutes: 1 - 10/18 = 44 % with everybody waiting for everybody, and
-    1 - 3/18 = 83 % less the share of a replica that is being restarted.
+        min(time since the step before, usual step) x contributing groups / all groups
+
+    So a stall is lost for all groups. The absence of a group is lost for this group. A step that was
+    slower than usual, for any reason, counts as a usual step, and a faster step does not make up for
+    it: on a machine with varying steps the share is below 100 % even without failures. A group that
+    joins in the midst of a round counts by the steps that it made for the round.
+
+    Source: "effective training time" of FT-HSDP (Salpekar et al., "Training LLMs with Fault Tolerant
+    HSDP on 100,000 GPUs", arXiv 2602.00277): from 44 % to 80 % as the stall per failure goes from 10
+    to 3 minutes. Only the abstract of the paper was at hand, and it has no formula. This formula
+    explains its figures with a failure each 18 minutes: 1 - 10/18 = 44 % if all groups wait for one,
+    and 1 - 3/18 = 83 % less the share of a replica that is being restarted.
     """
-    steps, usual_us, (begin, end) = record.first_commits, record.usual_step_us, record.span_us
+    steps = record.first_commits
+    usual_us = record.usual_step_us
+    begin, end = record.span_us
     if not steps or not usual_us or begin == end or not record.groups:
         return None, None
-    effective, before = 0.0, begin
+    effective_us = 0.0
+    before = begin
     for _, event in sorted(steps.items()):
-        time, share = event.time_us, _groups_in(record, event) / len(record.groups)
-        effective += min(max(0, time - before), usual_us) * min(1.0, share)
-        before = time
+        step_us = max(0, event.time_us - before)
+        share = _count_contributors(record, event) / len(record.groups)
+        effective_us += min(step_us, usual_us) * min(1.0, share)
+        before = event.time_us
     times = [event.time_us for event in steps.values()]
-    training = min(max(times) - min(times) + usual_us, end - begin)
-    return effective / (end - begin), min(1.0, effective / training)
+    # The first step began one usual step before its commit.
+    training_us = min(max(times) - min(times) + usual_us, end - begin)
+    return effective_us / (end - begin), min(1.0, effective_us / training_us)
 
 
-def _groups_in(record: RunRecord, event: StepCommitted) -> float:
-    """Return how many groups contributed to a step; of a round, each by its part of the steps, as far as known."""
-    groups, unit = float(len(event.participants)), record.unit
+def _count_contributors(record: RunRecord, event: StepCommitted) -> float:
+    """Return how many groups contributed to a step.
+
+    A group that made only some steps of a round counts as that part of a group, as far as known.
+    """
+    groups = float(len(event.participants))
+    unit = record.unit
     if unit.steps == 1:
         return groups
     length = unit.step_after(event.step) - unit.step_after(event.step - 1)
@@ -148,69 +194,102 @@ def _groups_in(record: RunRecord, event: StepCommitted) -> float:
 
 @view
 def count_exchanges(record: RunRecord) -> tuple[int, int]:
-    """Return the exchanges between the groups that were attempted, and those that became a step of the job.
+    """Return the exchanges between the groups that were attempted, and those that were committed.
 
-    The equal of the steps that torchft's runs count: 5,145 of 6,249 committed with a failure each 60 s, 268 of 888 each
-    15 s ("Fault Tolerant Llama", pytorch.org/blog/fault-tolerant-llama-training-with-2000-synthetic-failures-every-15-
-    seconds-and-no-checkpoints-on-crusoe-l40s). There an attempt is a step whose exchange was voted on, and one that is
-    not committed is lost with its forward and backward passes and its batch. Here it is repeated from the same
-    gradients; it counts as attempted and not committed all the same.
+    These are the steps that torchft's runs count: 5,145 of 6,249 committed with a failure each 60 s,
+    268 of 888 each 15 s ("Fault Tolerant Llama", pytorch.org/blog/fault-tolerant-llama-training-with-
+    2000-synthetic-failures-every-15-seconds-and-no-checkpoints-on-crusoe-l40s). There, an attempt is
+    a step whose exchange was voted on. Without a commit, its forward and backward passes and its
+    batch are lost. Here the exchange is repeated from the same gradients; the failed attempt counts
+    all the same.
 
-    Attempted is, for each step, the number of exchanges of the group that made most (one that broke for any of the
-    groups counts), those of steps that nobody committed and of states that were thrown away included. Rounds in which
-    groups only waited for others, below `min_replica_size`, count as one.
+    The attempts of a step are the exchanges of the group that made most of them. An exchange that
+    broke for any group counts. Steps that nobody committed and states that were thrown away are
+    included. Rounds in which groups only waited, below `min_replica_size`, count as one exchange.
     """
-    made: dict[tuple[int, str], int] = {(event.step, event.lineage): 1 for event in record.firsts}
-    failed: dict[tuple[int, int], int] = defaultdict(int)  # replica, step -> since its last commit of that step
+    made: dict[tuple[int, str], int] = {}
+    for first in record.firsts:
+        made[first.step, first.lineage] = 1
+    # Failed exchanges of each group for each step, since its last commit of this step.
+    num_failed: dict[tuple[int, int], int] = defaultdict(int)
     waited: set[tuple[int, int]] = set()
-    broken: dict[int, int] = {}  # step -> exchanges that groups made for it which did not commit it
     for event in record.events:
         if not isinstance(event, ExchangeFailed | Waiting | StepCommitted) or event.rank != 0:
             continue
         if isinstance(event, ExchangeFailed):
-            failed[event.replica, event.step + 1] += 1
+            num_failed[event.replica, event.step + 1] += 1
         elif isinstance(event, Waiting):
             waited.add((event.replica, event.step + 1))
         else:
-            key, state = (event.replica, event.step), (event.step, event.lineage)
-            fails = failed.pop(key, 0)
-            count = fails + 2 if key in waited else max(event.exchanges, fails + 1)
-            waited.discard(key)
-            made[state] = max(made.get(state, 1), count)
-    for (_, step), fails in failed.items():
-        broken[step] = max(broken.get(step, 0), fails)
-    committed = [state for state in made if state[1] not in record.void]
-    reached = {step for step, _ in made}
-    # A group that died in the exchange saw it break no more often than the others, whose commits count it.
-    attempted = sum(made.values()) + sum(fails for step, fails in broken.items() if step not in reached)
-    return attempted, len(committed)
+            step_of_group = (event.replica, event.step)
+            fails = num_failed.pop(step_of_group, 0)
+            attempts = max(event.exchanges, fails + 1)
+            if step_of_group in waited:
+                # `exchanges` counts each round of the wait: one for the wait, one for the commit.
+                attempts = fails + 2
+                waited.discard(step_of_group)
+            state = (event.step, event.lineage)
+            made[state] = max(made.get(state, 1), attempts)
+    attempted = sum(made.values())
+    # A group that died in an exchange saw it break no more often than the other groups, whose commits
+    # count the attempts. So only steps that nobody committed are added.
+    committed_steps = {step for step, _ in made}
+    broken: dict[int, int] = {}
+    for (_, step), fails in num_failed.items():
+        if step not in committed_steps:
+            broken[step] = max(broken.get(step, 0), fails)
+    attempted += sum(broken.values())
+    num_committed = sum(lineage not in record.void for _, lineage in made)
+    return attempted, num_committed
 
 
 @view
 def count_wire_bytes(record: RunRecord) -> tuple[int | None, float | None]:
-    """Return the bytes of gradients that all ranks sent to other groups, and those of a group for each of its steps.
+    """Return the bytes of gradients that all ranks sent, and the bytes of a group for each step.
 
-    The steps within a round count by themselves. What a group sent behind its last commit is not known.
+    Each step within a round counts. The bytes that a group sent after its last commit are unknown.
     """
     known = [event for event in record.of(StepCommitted) if event.wire_bytes is not None]
     usual = [event for event in record.of(UsualSteps) if event.wire_bytes is not None]
-    sent = sum(event.wire_bytes or 0 for event in known) + sum(event.wire_bytes or 0 for event in usual)
-    steps = sum(event.inner_steps or 0 for event in known if event.rank == 0)
-    steps += sum(event.num_steps for event in usual if event.rank == 0)
-    return (sent if known or usual else None), (sent / steps if steps else None)
+    if not known and not usual:
+        return None, None
+    sent = sum(event.wire_bytes or 0 for event in known)
+    sent += sum(event.wire_bytes or 0 for event in usual)
+    num_steps = sum(event.inner_steps or 0 for event in known if event.rank == 0)
+    num_steps += sum(event.num_steps for event in usual if event.rank == 0)
+    # An old history has no `inner_steps`.
+    per_step = sent / num_steps if num_steps else None
+    return sent, per_step
 
 
-def _steps_begun(record: RunRecord) -> list[tuple[int, str]]:
-    """Return the steps that groups began to compute, counted per group: forward passes, and why for nothing.
+class _BegunStep(NamedTuple):
+    """A step that a group began to compute.
 
-    A step that a group computed does not count when it died or healed before it had committed it (unless the others
-    committed it with its gradient), when its gradient was left out, or when the state that it made was thrown away.
+    Attributes:
+        why_wasted: why its forward passes were for nothing; empty if they count.
     """
-    begun: list[tuple[int, str]] = []
+
+    forward_passes: int
+    why_wasted: str
+
+
+def _find_begun_steps(record: RunRecord) -> list[_BegunStep]:
+    """Return the steps that groups began to compute, except usual steps.
+
+    A computed step does not count in three cases: the group died or healed before its commit (and the
+    others did not commit its gradient), its gradient was left out, or its state was thrown away.
+    """
+    begun = []
     for event in record.commits:
-        void = event.lineage in record.void
-        why = "the state was thrown away" if void else "" if event.contributed else "the gradient was left out"
-        if event.forward_passes > 0:
-            begun.append((event.forward_passes, why))
-    unfinished = timeline(record).unfinished
-    return begun + [(one.forward_passes, "" if one.kept else f"unfinished: {one.reason}") for one in unfinished]
+        if event.forward_passes <= 0:
+            continue
+        why = ""
+        if event.lineage in record.void:
+            why = "the state was thrown away"
+        elif not event.contributed:
+            why = "the gradient was left out"
+        begun.append(_BegunStep(event.forward_passes, why))
+    for step in timeline(record).unfinished:
+        why = "" if step.kept else f"unfinished: {step.reason}"
+        begun.append(_BegunStep(step.forward_passes, why))
+    return begun
