@@ -661,7 +661,7 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
 
 
 def _is_instance(value: Any, annotation: Any) -> bool:
-    """Tell whether a value from TOML or the command line is of a type that the schema uses."""
+    """Return whether a value from TOML or the command line is of a type that the schema uses."""
     if get_origin(annotation) is Literal:
         return value in get_args(annotation)
     if isinstance(annotation, UnionType):

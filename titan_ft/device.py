@@ -32,7 +32,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_cpu() -> bool:
-    """Say whether this machine has no accelerator that torch can use."""
+    """Return whether this machine has no accelerator that torch can use."""
     return not torch.accelerator.is_available()
 
 

@@ -270,7 +270,7 @@ class ReplicaTrainer(HostTrainer):
             print_line(f"SIGTERM: {_name_void(void)}")
 
     def should_continue_training(self) -> bool:
-        """Say whether a step is left; after the last one stay until every group holds the final state."""
+        """Return whether a step is left; after the last one stay until every group holds the final state."""
         if super().should_continue_training():
             return True
         if self._replica is not None:
@@ -367,7 +367,7 @@ class ReplicaTrainer(HostTrainer):
         return True
 
     def _check_loader(self) -> None:
-        """Say whether this rank's data go on exactly where a group that comes back opens them."""
+        """Return whether this rank's data go on exactly where a group that comes back opens them."""
         with self._watchdog.paused():  # nobody beats while batches are read, and a slow loader would be killed
             found = self._loaders.check()
         if not found.exact:

@@ -1,13 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a person sees of a run as a whole: a view of its fold; pure."""
+"""The status of a whole run as a person sees it: a view of the run's fold. No files, no clock.
+
+`titan-ft top` and the launcher make one, and give it each event on one thread.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titan_ft.history.fold.group import ENDED
 from titan_ft.history.fold.run import RunFold
@@ -21,31 +23,37 @@ from titan_ft.run.paths import RunPaths
 from titan_ft.system.text import printable
 
 RATE_SECONDS = 60.0
-"""The tokens per second are those of this time before the last step."""
+"""Time before the last step over which the rate of tokens is measured."""
 RATE_STEPS = 8
-"""But of this many steps at least, as far as there are."""
+"""Smallest number of steps over which the rate is measured, if there are as many."""
 MAX_POINTS = 1024
-"""Of the loss's course: more than a terminal has columns."""
+"""Points of the loss curve: more than a terminal has columns."""
 MAX_LINES = 200
 CUT_SECONDS = 3.0
-"""For so long a file of events must be cut before it is said: whoever reads it may come into the midst of a write."""
+"""Time that a file must be cut before it is reported: a reader may see a write half done."""
 
 
 def shape(groups: int, ranks: int = 0) -> str:
-    """Return how many groups a run has, and of how many ranks each, as far as that is known, in words."""
-    return count(groups, "group") + (f" x {count(ranks, 'rank')}" if ranks else "")
+    """Describe the number of groups, and of ranks of each group if known (not 0)."""
+    text = count(groups, "group")
+    return f"{text} x {count(ranks, 'rank')}" if ranks else text
 
 
-# What the launcher prints by itself, so that `status.describe` leaves it out.
-_OF_LAUNCH: dict[type[ev.Event], Callable[[Any], str]] = {
-    ev.LaunchStarted: lambda e: "; ".join([f"launched: {shape(e.replicas, e.ranks_per_replica)}", *e.allowed]),
-    ev.LaunchStopping: lambda e: f"all groups are asked to leave: {e.reason}",
-    ev.LaunchFinished: lambda e: f"over: {e.reason} (exit status {e.code})",
-}
+def _line_of_launch(event: ev.Event) -> str | None:
+    """Return the line of an event that the launcher prints by itself, which `observe` must not return."""
+    match event:
+        case ev.LaunchStarted():
+            launched = f"launched: {shape(event.replicas, event.ranks_per_replica)}"
+            return "; ".join([launched, *event.allowed])
+        case ev.LaunchStopping():
+            return f"all groups are asked to leave: {event.reason}"
+        case ev.LaunchFinished():
+            return f"over: {event.reason} (exit status {event.code})"
+    return None
 
 
-class Line(NamedTuple):
-    """Something that happened, for people."""
+class StatusLine(NamedTuple):
+    """The line of an event, for people."""
 
     time: float
     """Unix seconds."""
@@ -54,74 +62,78 @@ class Line(NamedTuple):
 
 
 class LossCourse:
-    """The course of the loss over a run, however long, in a bounded number of points."""
+    """The loss curve of a run in a bounded number of points."""
 
     def __init__(self) -> None:
         self.first: float | None = None
         self.last: float | None = None
         self._points: list[float] = []
-        """Means of as many values each."""
-        self._size = 1
-        """Of how many."""
+        """Means of `_values_per_point` values each."""
+        self._values_per_point = 1
         self._rest: list[float] = []
-        """The values that make no point yet."""
+        """Newest values, which are not in a point yet."""
 
     @property
     def points(self) -> list[float]:
-        return self._points + ([fmean(self._rest)] if self._rest else [])
+        if not self._rest:
+            return self._points
+        return [*self._points, fmean(self._rest)]
 
     def add(self, loss: float) -> None:
-        self.first, self.last = loss if self.first is None else self.first, loss
+        if self.first is None:
+            self.first = loss
+        self.last = loss
         self._rest.append(loss)
-        if len(self._rest) == self._size:
+        if len(self._rest) == self._values_per_point:
             self._points.append(fmean(self._rest))
             self._rest.clear()
         if len(self._points) == MAX_POINTS:
-            halves = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points, self._size = [fmean(pair) for pair in halves], 2 * self._size
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [fmean(pair) for pair in pairs]
+            self._values_per_point *= 2
 
 
 class RunStatus:
-    """What is known of a run. A second launch in the same folder starts it anew, except for the losses.
+    """The status of a run. A second launch in the same folder resets it, except for the losses.
 
     Args:
-        num_replicas: groups of the run; more are added as they show up.
+        num_replicas: number of groups of the run; others are added with their first event.
     """
 
     def __init__(self, num_replicas: int = 0) -> None:
         self.losses = LossCourse()
-        """Of the committed steps, as far as it is known and finite."""
+        """Losses of the committed steps, if finite."""
         self.fold = RunFold(num_replicas)
-        self.lines: deque[Line] = deque(maxlen=MAX_LINES)
-        """What happened."""
+        self.lines: deque[StatusLine] = deque(maxlen=MAX_LINES)
+        """Lines of the latest events."""
         self._tokens: deque[tuple[float, int]] = deque(maxlen=512)
         """Unix seconds and tokens of the last commits."""
-        self._begin(0.0)
+        self._restart(0.0)
 
-    def _begin(self, since: float) -> None:
-        """Begin with the events after `since`, in Unix seconds; some of them may have come already."""
+    def _restart(self, since: float) -> None:
+        """Drop everything before `since`, in Unix seconds. Later events may have come already."""
         self.lines = deque((line for line in self.lines if line.time > since), maxlen=MAX_LINES)
         self._tokens = deque((each for each in self._tokens if each[0] > since), maxlen=512)
         self.launcher_gone = False
-        """Whether its launcher has ended without a word; to be set by who can see that."""
+        """True if the launcher has ended without an event. `FollowedRun` sets it."""
         self.num_cut = 0
-        """Processes whose events wait, as far as is known: they cannot be written, as on a full disk."""
+        """Number of processes whose events cannot be written, as on a full disk."""
         self._seen_cut = (0, 0.0)
-        """The same at the last look, and since when, in seconds of the monotonic clock."""
+        """The same number at the last look, and the monotonic seconds since which it holds."""
 
     @property
     def groups(self) -> status.Groups:
-        """What a person sees of each group."""
+        """The status of each group, by slot."""
         return {slot: status.show_group(group, self.fold) for slot, group in self.fold.groups.items()}
 
     @property
     def states(self) -> dict[int, str]:
-        """The state of each group."""
+        """The state of each group, by slot."""
         return {slot: status.state_of(group, self.fold) for slot, group in self.fold.groups.items()}
 
     @property
     def step(self) -> int | None:
-        """The last commit: a step, or a round."""
+        """Number of the last committed step, or round."""
         return self.fold.step
 
     @property
@@ -138,12 +150,12 @@ class RunStatus:
 
     @property
     def all_left(self) -> bool:
-        """Whether every group has finished or left."""
+        """True if every group has finished or left."""
         return all(group.state in ENDED for group in self.fold.groups.values())
 
     @property
     def end(self) -> str:
-        """Return why the run is over; empty while it goes on. Without a launcher, it is over when all groups are."""
+        """Why the run is over; empty while it goes on. Without a launcher it ends with its groups."""
         if self.fold.launch_end is not None:
             return self.fold.launch_end.reason or "the launcher ended"
         is_over = self.fold.ended and not self.fold.launched
@@ -151,33 +163,37 @@ class RunStatus:
 
     @property
     def outcome(self) -> Outcome:
-        """What became of the run, or is known of it so far: the same that `check` and `report` say."""
+        """The outcome of the run so far, the same as in `check` and `report`."""
         return decide_outcome(self.fold, goes_on=not self.end and not self.launcher_gone)
 
     def observe(self, event: ev.Event) -> str | None:
-        """Take the next event; return the line that it becomes for who launched the run, None if it is worth none."""
+        """Take in the next event; return its line for the launcher's terminal, or None."""
         if isinstance(event, ev.LaunchStarted):
-            self._begin(event.time)
-        states, commit = self.states, self.fold.commit
+            self._restart(event.time)
+        states_before = self.states
+        commit_before = self.fold.commit
         self.fold.observe(event)
-        line = status.describe(states, self.fold, event)
-        line = None if line is None else printable(line)
+        line = status.describe(states_before, self.fold, event)
+        if line is not None:
+            line = printable(line)
         if isinstance(event, ev.StepCommitted):
-            line = self._take_step(commit)
-        of_launch = _OF_LAUNCH.get(type(event))
-        shown = of_launch(event) if of_launch else line
+            line = self._take_step(commit_before)
+        shown = _line_of_launch(event) or line
         if shown:
-            self.lines.append(Line(event.time, shown, event.severity))
+            self.lines.append(StatusLine(event.time, shown, event.severity))
         return line
 
     def observe_cut(self, files: set[str], now: float) -> str | None:
-        """Take the names of the files of events that are cut; return the line that a lasting change becomes.
+        """Take in the names of the cut files of events; return a line for a lasting change.
 
         Args:
             now: seconds of the monotonic clock.
         """
-        ended = {RunPaths.process_of(RunPaths("").worker_events(*worker).name) for worker in self.fold.ended_workers}
-        num_cut = len({RunPaths.process_of(name) for name in files} - ended) if files else 0
+        ended = set()
+        for worker in self.fold.ended_workers if files else ():
+            ended.add(RunPaths.process_of(RunPaths("").worker_events(*worker).name))
+        cut = {RunPaths.process_of(name) for name in files}
+        num_cut = len(cut - ended)
         if num_cut != self._seen_cut[0]:
             self._seen_cut = (num_cut, now)
         if num_cut == self.num_cut or now - self._seen_cut[1] < CUT_SECONDS:
@@ -189,7 +205,7 @@ class RunStatus:
         return f"not all events of {who} can be written (is the disk full?): what is shown here may lag behind"
 
     def _take_step(self, before: ev.StepCommitted | None) -> str | None:
-        """Take the latest commit; return the line that tells that the job went back to an earlier state, if it did.
+        """Take in the latest commit; return a line if the job went back to an earlier state.
 
         Args:
             before: the latest commit before the event.
@@ -208,7 +224,7 @@ class RunStatus:
         return f"training went back to {unit.name(commit.step - 1)}: {again} made again"
 
     def elapsed(self, now: float) -> float:
-        """Return the seconds since the start, up to the end where it is over."""
+        """Return the seconds from the start to now, or to the end of the run."""
         if self.fold.started is None:
             return 0.0
         until = self.fold.last_event if self.end else now
@@ -216,21 +232,21 @@ class RunStatus:
 
     @property
     def usual_seconds(self) -> float:
-        """Return the time from one of the last commits to the next; 0 before the second one."""
+        """Mean seconds between the last commits; 0 before the second commit."""
         recent, seconds = self._recent(self.fold.last_event)
         return seconds / (len(recent) - 1) if seconds else 0.0
 
     def is_silent(self, now: float) -> bool:
-        """Tell whether a run that is not over may be stuck, or its launcher killed."""
+        """Return whether a run that is not over may be stuck, or its launcher killed."""
         return now - self.fold.last_event > max(SILENT_SECONDS, 2 * self.usual_seconds)
 
     def tokens_per_second(self, now: float) -> float | None:
-        """Return the rate of the last steps; it falls when no step comes. None before the second step."""
+        """Return the rate over the last steps. It falls while no step comes. None before the second step."""
         recent, seconds = self._recent(now)
         return sum(tokens for _, tokens in recent[1:]) / seconds if seconds else None
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the time that the steps up to the target take at the rate of the last ones; None if unknown."""
+        """Return the time until the target at the present rate; None if unknown."""
         recent, seconds = self._recent(now)
         if self.fold.target is None or self.step is None or not seconds or self.end or self.all_left:
             return None
@@ -238,7 +254,7 @@ class RunStatus:
         return commits * seconds / (len(recent) - 1)
 
     def progress(self, now: float) -> str | None:
-        """Return one line on how far the run is, or None before its first step."""
+        """Return a line with the progress of the run; None before its first step."""
         if self.step is None:
             return None
         loss = f"{self.loss:.5f}" if self.loss is not None else "-"
@@ -247,14 +263,17 @@ class RunStatus:
             f"loss {loss}",
             f"groups {len(self.participants)}/{len(self.fold.groups)}",
         ]
-        parts += [f"restarts {self.restarts}"]
-        rate, left = self.tokens_per_second(now), self.seconds_left(now)
-        parts += [f"tokens/s {rate:,.0f}"] if rate is not None else []
-        parts += [f"ETA {clock(left)} (step {self.fold.target})"] if left is not None else []
+        parts.append(f"restarts {self.restarts}")
+        rate = self.tokens_per_second(now)
+        if rate is not None:
+            parts.append(f"tokens/s {rate:,.0f}")
+        left = self.seconds_left(now)
+        if left is not None:
+            parts.append(f"ETA {clock(left)} (step {self.fold.target})")
         return "  ".join(parts)
 
     def _recent(self, now: float) -> tuple[list[tuple[float, int]], float]:
-        """Return the last steps with their tokens, and the seconds from the first of them; 0 where that is no rate."""
+        """Return times and tokens of the last steps, and the seconds that they took; 0 without a rate."""
         last = self._tokens[-1][0] if self._tokens else 0.0
         recent = [each for each in self._tokens if each[0] >= last - RATE_SECONDS]
         recent = max(recent, list(self._tokens)[-RATE_STEPS:], key=len)

@@ -30,7 +30,7 @@ REFRESH_SECONDS = 0.5
 
 
 class FollowedRun:
-    """A run's status, kept up to date from its event files.
+    """A run's status from its event files. `poll` brings it up to date.
 
     Raises:
         ConfigError: there is no such folder.
@@ -46,7 +46,7 @@ class FollowedRun:
             self.status.observe(event)
 
     def poll(self) -> RunStatus:
-        """Take in what is new.
+        """Take in the new events.
 
         Raises:
             ConfigError: the folder is gone.
@@ -54,9 +54,9 @@ class FollowedRun:
         for event in self._tail.poll():
             self.status.observe(event)
         self.status.observe_cut(self._tail.cut, time.monotonic())
-        # Only with the silence: some file systems keep the launcher's lock on its own host.
-        lives = self.status.end or not self.status.fold.launched or not self.status.is_silent(time.time())
-        self.status.launcher_gone = not lives and is_held(self._paths) is False
+        # The lock alone proves nothing: some file systems show it only on the launcher's own host.
+        may_be_gone = not self.status.end and self.status.fold.launched and self.status.is_silent(time.time())
+        self.status.launcher_gone = may_be_gone and is_held(self._paths) is False
         if not self.run_dir.is_dir():
             raise ConfigError(f"RUN_DIR must be the folder of a run, got {self.run_dir}; it has been removed")
         return self.status
@@ -68,12 +68,11 @@ class FollowedRun:
 def top(run_dir: Path, *, once: bool = False) -> int:
     """Show a run until it is over, or until q or Ctrl-C; return 0.
 
-    Ctrl-C goes through as KeyboardInterrupt, once the terminal is in order again.
-
-    Without a terminal, and with `once`, it is shown once.
+    Without a terminal, or with `once`, the run is shown once. Ctrl-C raises KeyboardInterrupt, after
+    the terminal has been restored.
 
     Raises:
-        ConfigError: the folder of the run is not there, or vanished.
+        ConfigError: there is no such folder, or it was removed.
     """
     from rich.console import Console
 
@@ -82,18 +81,18 @@ def top(run_dir: Path, *, once: bool = False) -> int:
     console = Console(highlight=False, markup=False, emoji=False)
     live = console.is_terminal and not console.is_dumb_terminal and not once
     if not live and run.status.fold.started is None:
-        # A job that was only just submitted is no mistake; a live view waits for it.
+        # The job may have been submitted just now. A live view waits for its first event.
         print(f"{run_dir}: nothing has started yet (no events/*.jsonl)")
         return 0
     if live and not run.status.end and not _watch(run, console):
         return 0
-    # On the ordinary screen, so that it stays there.
+    # Print on the ordinary screen, where the result stays.
     console.print(run.render(Screen(console.width, ascii_only=console.options.ascii_only)))
     return 0
 
 
 def _watch(run: FollowedRun, console: Console) -> bool:
-    """Show a run on a screen of its own; return True once it is over, False when the user left."""
+    """Show a run on a screen of its own; return True at its end, False if the user left."""
     from rich.live import Live
 
     with (
@@ -104,7 +103,7 @@ def _watch(run: FollowedRun, console: Console) -> bool:
         ranks = explained = False
         while not run.poll().end:
             hint = "r ranks  ? columns  q leaves" if sys.stdin.isatty() else "Ctrl-C leaves"
-            # The size is asked for anew: the window may have another one by now.
+            # Read the size each time: the user may have resized the window.
             screen = Screen(
                 *console.size, ascii_only=console.options.ascii_only, hint=hint, ranks=ranks, help=explained
             )
@@ -121,9 +120,9 @@ def _watch(run: FollowedRun, console: Console) -> bool:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Give a function that waits some seconds for a key, and returns it, or "" without one.
+    """Yield a function that waits some seconds for a key, and returns the key or "".
 
-    While it lasts keys come singly and without echo; the terminal is as before after it.
+    Inside the context the terminal sends single keys without echo. Afterwards it is restored.
     """
     if not sys.stdin.isatty():
         yield partial(_read_key, [])
@@ -134,7 +133,8 @@ def _keys() -> Iterator[Callable[[float], str]]:
     before = termios.tcgetattr(descriptor)
     changed = termios.tcgetattr(descriptor)
     changed[3] &= ~(termios.ECHO | termios.ICANON)
-    changed[6][termios.VSUSP] = b"\0"  # a stop would leave the shell on this screen, with these settings
+    # Without this, Ctrl-Z would leave the shell on this screen with these settings.
+    changed[6][termios.VSUSP] = b"\0"
     termios.tcsetattr(descriptor, termios.TCSADRAIN, changed)
     try:
         yield partial(_read_key, [descriptor])
@@ -154,7 +154,7 @@ def _read_key(descriptors: list[int], seconds: float) -> str:
 
 @contextlib.contextmanager
 def _end_in_order() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this process by an exception, so that the terminal is put in order first."""
+    """Make SIGTERM and SIGHUP raise SystemExit, so that the terminal is restored first."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)

@@ -182,7 +182,7 @@ class Appender:
             return lost
 
     def _must_drop(self, record: bytes) -> bool:
-        """Tell whether memory is full, or a record was dropped before in this stall.
+        """Return whether memory is full, or a record was dropped before in this stall.
 
         After the first one, all records are dropped until there is room: one gap is easier to report
         than many.
@@ -264,7 +264,7 @@ class Appender:
         raise NotImplementedError
 
     def _tolerates(self, error: OSError) -> bool:
-        """Tell whether records wait after this error; False if it is raised instead."""
+        """Return whether records wait after this error; False if it is raised instead."""
         raise NotImplementedError
 
     def _release(self) -> None:
@@ -412,7 +412,7 @@ class DescriptorAppender(Appender):
 
 
 def is_cut(path: Path) -> bool:
-    """Tell whether the writer of a file of lines had more to write; see `FileAppender`.
+    """Return whether the writer of a file of lines had more to write; see `FileAppender`.
 
     Raises:
         OSError: the file cannot be read.
@@ -426,7 +426,7 @@ def is_cut(path: Path) -> bool:
 
 
 def any_is_cut(folder: Path, pattern: str) -> bool:
-    """Tell whether any file in `folder` that matches `pattern` is cut or cannot be read."""
+    """Return whether any file in `folder` that matches `pattern` is cut or cannot be read."""
     try:
         return any(is_cut(path) for path in folder.glob(pattern))
     except OSError:

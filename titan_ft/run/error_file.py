@@ -201,7 +201,7 @@ def find_where(traceback_text: str) -> str:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Tell whether the same start may succeed later, without anybody having mended anything.
+    """Return whether the same start may succeed later, without anybody having mended anything.
 
     So may one that failed for a lighthouse, a peer or a file server that is away, or for a full disk: however often
     that happens in a row, the remedy is to try again. The engine's own errors say it themselves.
@@ -213,7 +213,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Tell whether a network, a file server or the lighthouse did not answer.
+    """Return whether a network, a file server or the lighthouse did not answer.
 
     Other transient errors wait for other groups, who may be in a queue for hours.
     """
@@ -222,7 +222,7 @@ def is_network_error(error: BaseException) -> bool:
 
 
 def _is_of_a_network(error: BaseException) -> bool:
-    """Tell whether the error, or a cause of it, is that of a network.
+    """Return whether the error, or a cause of it, is that of a network.
 
     A library wraps the error of a network in one of its own: `URLError` names it as its reason,
     huggingface_hub's error is raised from it. An error about a file that a caller raised from it
@@ -245,7 +245,7 @@ def _is_of_a_network(error: BaseException) -> bool:
 
 
 def _says_network(error: BaseException) -> bool:
-    """Tell whether errno, HTTP status or text of an error, its class and causes aside, is that of a network."""
+    """Return whether errno, HTTP status or text of an error, its class and causes aside, is that of a network."""
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
         return True
     if _http_status(error) in _TRANSIENT_STATUSES:

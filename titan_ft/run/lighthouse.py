@@ -224,7 +224,7 @@ def build_opener(headers: Mapping[str, str]) -> Any:
 
 
 def answers(address: str, token: str, seconds: float) -> bool:
-    """Say whether a lighthouse answers; the kernel of a host would accept a connection to a process that is stopped."""
+    """Return whether a lighthouse answers. The kernel would accept a connection to a stopped process."""
     try:
         with open_page(address, "/", lighthouse_secret(token), seconds) as answer:
             answer.read(1)

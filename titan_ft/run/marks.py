@@ -52,7 +52,7 @@ def announce_left(events: EventLog, event: Drained) -> None:
 
 
 def has_left(error_file: Path) -> bool:
-    """Tell whether the worker with this error file has left a mark that it leaves."""
+    """Return whether the worker with this error file has left a mark that it leaves."""
     return read_mark(_mark_beside(error_file, LEFT)) == LEFT
 
 

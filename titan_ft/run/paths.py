@@ -138,11 +138,11 @@ class RunPaths:
         return f"replica-{replica}-rank-*.jsonl", f"supervisor-{replica}-*.jsonl"
 
     def has_events(self) -> bool:
-        """Tell whether some process wrote an event; a launch that is refused leaves an empty file at most."""
+        """Return whether some process wrote an event; a launch that is refused leaves an empty file at most."""
         return any(path.stat().st_size > 0 for path in self.events.glob("*.jsonl"))
 
     def has_checkpoint(self) -> bool:
-        """Tell whether a checkpoint was begun; whether one is whole is for the workers to find out."""
+        """Return whether a checkpoint was begun; whether one is whole is for the workers to find out."""
         return any(self.checkpoint.glob("step-*"))
 
     def next_attempt(self, replica: int) -> int:
