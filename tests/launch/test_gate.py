@@ -188,12 +188,13 @@ def test_half_open_connections_keep_nobody_waiting(start: Callable[..., Lighthou
         connection.close()
 
 
-def test_garbage_is_refused_while_a_member_beats(start: Callable[..., Lighthouse]) -> None:
+@pytest.mark.parametrize("number_of_strangers", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_garbage_is_refused_while_a_member_beats(start: Callable[..., Lighthouse], number_of_strangers: int) -> None:
     """Whatever comes at the port, in any pieces: the member goes on, and the process stays."""
     lighthouse = start()
     member = lighthouse.client()
     chance = random.Random(4)
-    for number in range(300):
+    for number in range(number_of_strangers):
         with lighthouse.connect() as stranger, contextlib.suppress(OSError):
             stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" if number % 2 else b"")
             stranger.sendall(chance.randbytes(chance.randrange(200)))

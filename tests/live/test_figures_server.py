@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -58,6 +59,25 @@ def test_idle_connections_take_no_threads(server: FiguresServer) -> None:
         while threading.active_count() > before + MAX_CLIENTS:
             assert time.monotonic() < deadline, "threads of closed connections stay"
             time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["127.0.0.1"], indirect=True)
+def test_ten_thousand_lines_of_garbage(server: FiguresServer) -> None:
+    """Requests that are nearly right, headers without end and noise: the figures stay there, and no thread does."""
+    before = threading.active_count()
+    chance = random.Random(38)
+    starts = (b"GET /metrics HTTP/1.1\r\n", b"GET ", b"POST / HTTP/1.1\r\nContent-Length: 9999999999\r\n\r\n", b"")
+    for _ in range(10_000):
+        noise = chance.choice(starts) + chance.randbytes(chance.randrange(300)) + b"\n"
+        stranger = socket.create_connection((server.server_name, server.server_port), DEADLINE)
+        with stranger, contextlib.suppress(OSError):  # closed, because so many others came
+            stranger.sendall(noise)
+    deadline = time.monotonic() + DEADLINE
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline, "threads of closed connections stay"
+        time.sleep(0.01)
+    assert read(server) == b"figures"
 
 
 def test_a_client_that_says_nothing_is_closed(server: FiguresServer, monkeypatch: pytest.MonkeyPatch) -> None:
