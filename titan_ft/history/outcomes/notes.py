@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a reader of a run should know beside its faults, in plain words: each happening once, whoever told of it."""
+"""The happenings of a run beside its faults, in plain words; each once, however many groups report it.
+
+The report shows the notes, and `titan_ft.history.checks.silence` counts them.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,26 @@ from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.run import events as ev
 
 SAME_SECONDS = 10.0
-"""Groups that tell the same within this time tell of one happening."""
+"""Equal reports of several groups within this time are about one happening."""
 _OF_ONE_GROUP = (ev.AgentEnded, ev.ReplicaGaveUp, ev.SpareTookOver)
-"""One event is one happening, also where it follows another one with the same text."""
+"""Each of these events is a happening of its own, also if its text is equal to the one before."""
 
 
 @dataclass
 class Note:
-    """Something that happened, once or several times in a row."""
+    """A happening, or several equal ones in a row."""
 
     time: float
-    """Seconds since the beginning."""
+    """Seconds since the begin of the run."""
     event: str
     where: str
-    """Who told of it, or whom it was about."""
+    """The groups that reported it, or the target that it was about."""
     text: str
     count: int = 1
 
 
-# How an event is told. Groups tell of one happening in one and the same text, so it names nobody's own figures. An
-# event whose text is empty is no news.
+# The text of each event. Groups report one happening in the same words, so a text has no figures that
+# differ between groups. An event with an empty text gives no note.
 TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.FaultSkipped: lambda e, u: f"fault skipped: {e.fault} ({e.reason})",
     ev.DonorLost: lambda e, u: f"lost group {e.donor}, which it fetched a part of the state from: {e.error}",
@@ -92,42 +95,61 @@ TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
 }
 
 
+@dataclass
+class _Report:
+    """The last note with one text, and the groups that reported it."""
+
+    note: Note
+    reporters: set[int | None]
+
+
 @view
 def find_notes(record: RunRecord) -> list[Note]:
-    """Return what a reader should know, in order of time; equal notes in a row are counted."""
-    told: dict[tuple[str, str], tuple[Note, set[int | None]]] = {}  # event and text -> the last note of it, who told it
+    """Return the notes in order of time. Equal notes in a row are one, with their count.
+
+    Several groups, or ranks of a group, report one happening in the same words. Within `SAME_SECONDS`
+    their reports are one note.
+    """
+    reports: dict[tuple[str, str], _Report] = {}
     notes: list[Note] = []
     for event in record.events:
-        tell = TEXTS.get(type(event))
-        text = "" if tell is None else tell(event, record.unit)
+        describe = TEXTS.get(type(event))
+        text = "" if describe is None else describe(event, record.unit)
         if not text:
             continue
-        time, key, about = event.time - record.begin, (event.name, text), None
+        time = event.time - record.begin
+        target = ""
         if isinstance(event, ev.FaultSkipped) and event.target is not None:
-            about = name_target(event.target)
-        note, tellers = told.get(key, (None, set()))
-        if note is not None and about is None and time - note.time <= SAME_SECONDS and event.replica is not None:
-            # Another group, or another rank of a group, tells of the same.
-            tellers.add(event.replica)
-            note.where = name_groups(tellers)
-            note.count += isinstance(event, _OF_ONE_GROUP)
-        elif note is not None and notes[-1] is note and note.where == (about or _where(event)):
-            note.count += 1
-        else:
-            notes.append(Note(time, *key[:1], about or _where(event), key[1]))
-            told[key] = notes[-1], {event.replica}
+            target = name_target(event.target)
+        where = target or _where(event)
+        known = reports.get((event.name, text))
+        if known is not None:
+            is_soon = time - known.note.time <= SAME_SECONDS
+            if is_soon and not target and event.replica is not None:
+                known.reporters.add(event.replica)
+                known.note.where = name_groups(known.reporters)
+                if isinstance(event, _OF_ONE_GROUP):
+                    known.note.count += 1
+                continue
+            if notes[-1] is known.note and known.note.where == where:
+                known.note.count += 1
+                continue
+        note = Note(time, event.name, where, text)
+        notes.append(note)
+        reports[event.name, text] = _Report(note, {event.replica})
     return notes
 
 
 def name_groups(replicas: Iterable[int | None], rank: int | None = None) -> str:
-    """Return groups, and the rank of them that it is about, in words."""
-    names = [str(replica) for replica in sorted(replica for replica in replicas if replica is not None)]
-    groups = ("group " if len(names) == 1 else "groups ") + ", ".join(names)
+    """Return groups, and their rank if one is given, in words."""
+    known = sorted(replica for replica in replicas if replica is not None)
+    noun = "group" if len(known) == 1 else "groups"
+    groups = f"{noun} {', '.join(map(str, known))}"
     return groups if rank is None else f"{groups}, rank {rank}"
 
 
 def name_target(target: ev.Target) -> str:
-    """Return whom a fault hits, in words."""
+    """Return the target of a fault in words."""
     return "lighthouse" if target.lighthouse else name_groups((target.replica,), target.rank)
 
 
