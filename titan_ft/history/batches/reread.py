@@ -68,7 +68,7 @@ class Reread:
     """What came of reading the data of a run again."""
 
     num_compared: int = 0
-    """TrainedBatches batches that were compared."""
+    """Number of trained batches that were compared."""
     num_shards: int = 0
     """That were read again."""
     differing: list[Finding] = field(default_factory=list)
